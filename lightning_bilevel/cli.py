@@ -1,0 +1,52 @@
+"""The command ``lightning-bilevel``: LightningCLI on bilevel modules."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
+from lightning_bilevel.callbacks.certificate import CertificateReport
+from lightning_bilevel.callbacks.progress import BilevelProgressBar
+from lightning_bilevel.mixin import BilevelModule
+
+__all__ = ["BilevelCLI", "main"]
+
+
+class BilevelCLI(LightningCLI):
+    """LightningCLI whose model is any bilevel module and whose fit ends with the certificate."""
+
+    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        super().__init__(
+            BilevelModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            # A second run in the same folder is normal: its config replaces the first one's.
+            save_config_kwargs={"overwrite": True},
+            args=args,
+            **kwargs,
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
+        if type(bar) in (TQDMProgressBar, RichProgressBar):  # Lightning's default; a bar of the user's own stays
+            callbacks[callbacks.index(bar)] = BilevelProgressBar()
+        return trainer
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(CertificateReport, "certificate")
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line."""
+    BilevelCLI(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""What a LightningModule inherits to become a bilevel problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_bilevel.data.fullbatch import Chunks, as_chunks
+from lightning_bilevel.evaluation import Declared, ModuleFunctions, parameters_of
+from lightning_bilevel.kkt import Certificate, certify
+from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.sets import ConvexSet, Free, Product
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
+from lightning_bilevel.solvers.ivsp import IVSP
+
+__all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
+
+Sets = ConvexSet | Sequence[ConvexSet]
+
+
+@dataclass
+class _Declaration:
+    upper: list[nn.Parameter]
+    lower: list[nn.Parameter]
+    upper_set: ConvexSet
+    lower_set: ConvexSet
+    units: tuple[float, float]
+    solver: SolverCallable
+    envelope: Envelope | None
+    qualification: str
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.upper, "level": "upper"}, {"params": self.lower, "level": "lower"}]
+
+
+@dataclass
+class _Current:
+    """The problem of the batch that is being trained on, and what tells that batch from another."""
+
+    contents: list[tuple[Any, int]]
+    problem: BilevelProblem
+    scaled: BilevelProblem
+
+    def serves(self, contents: list[tuple[Any, int]]) -> bool:
+        return len(contents) == len(self.contents) and all(
+            a is b and version == other for (a, version), (b, other) in zip(contents, self.contents, strict=True)
+        )
+
+
+def _contents(batch: Any) -> Iterator[tuple[Any, int]]:
+    """The leaves of a batch, each tensor with its version, which counts in-place changes."""
+    if isinstance(batch, Tensor):
+        yield batch, batch._version
+    elif isinstance(batch, dict):
+        for key, value in batch.items():
+            yield key, 0
+            yield from _contents(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _contents(value)
+    elif is_dataclass(batch):
+        for field in fields(batch):
+            yield from _contents(getattr(batch, field.name))
+    else:
+        yield batch, 0
+
+
+def _missing(self: BilevelMixin, *args: Any) -> Tensor:
+    raise NotImplementedError(
+        f"`{type(self).__name__}` must define `upper_loss(batch)`, the function f, and `lower_loss(batch)`, the function g."
+    )
+
+
+class BilevelMixin:
+    r"""Makes a LightningModule a bilevel problem that ``Trainer.fit`` solves.
+
+    .. math:: \min_{x, y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_u g(x, u)
+
+    Inherit from it *before* ``LightningModule``, call :meth:`declare` at the end of ``__init__``, and define
+
+    - ``upper_loss(batch)``: f, given the batch of the upper level;
+    - ``lower_loss(batch)``: g, given the batch of the lower level;
+    - optionally ``lower_features(batch)``: the part of g that depends on x alone, evaluated once per x. Then g is
+      ``lower_loss(batch, features)``, which must use no upper-level parameter.
+
+    A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
+    (:class:`~lightning_bilevel.data.fullbatch.Chunks`). One batch is one outer iteration. As long as the batch has the same
+    tensors, what is known of the current point is used again.
+
+    Example:
+        >>> class Shift(IVSPMixin, LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.target = nn.Parameter(torch.zeros(1))
+        ...         self.model = nn.Linear(1, 1)
+        ...         self.declare(upper=self.target, lower=self.model)
+        ...     def upper_loss(self, batch):
+        ...         return nn.functional.mse_loss(self.model(batch), batch)
+        ...     def lower_loss(self, batch):
+        ...         return nn.functional.mse_loss(self.model(batch), self.target.expand_as(batch))
+    """
+
+    default_solver: ClassVar[type[IVSP] | None] = None
+
+    upper_loss: Callable[..., Tensor] = _missing
+    lower_loss: Callable[..., Tensor] = _missing
+    lower_features: Callable[..., Any] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if LightningModule in order and order.index(LightningModule) < order.index(BilevelMixin):
+            raise TypeError(
+                f"`class {cls.__name__}` names LightningModule before the bilevel mixin, whose training step would then never "
+                "run: write the mixin first, or inherit from BilevelModule."
+            )
+
+    def declare(
+        self,
+        *,
+        upper: Declared,
+        lower: Declared,
+        upper_set: Sets | None = None,
+        lower_set: Sets | None = None,
+        solver: SolverCallable | None = None,
+        upper_unit: float = 1.0,
+        lower_unit: float = 1.0,
+        envelope: Envelope | None = None,
+        qualification: str = "not known",
+    ) -> None:
+        r"""Say what belongs to which level.
+
+        Args:
+            upper: The upper-level variables x: a module, a parameter, or several of them.
+            lower: The lower-level variables y, likewise.
+            upper_set: The set that x lives in, or one set for each of the several.
+            lower_set: The set that y lives in, likewise.
+            solver: What makes the solver from parameter groups: a solver class, or a partial of one.
+            upper_unit: The solver works in u with x = upper_unit * u, which gives the level steps
+                :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay in x.
+            lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as rho * lower_unit**2.
+            envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have none.
+            qualification: Why the constraint qualification holds for this problem, if that is known.
+        """
+        module = self._module()
+        solver = solver or self.default_solver
+        if solver is None:
+            raise ValueError(f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`.")
+        for name, unit in (("upper_unit", upper_unit), ("lower_unit", lower_unit)):
+            if not 0.0 < unit < float("inf"):
+                raise ValueError(f"`{type(self).__name__}.declare({name}={unit})` must be positive and finite.")
+        levels = []
+        for name, declared, sets in (("upper", upper, upper_set), ("lower", lower, lower_set)):
+            items = parameters_of(declared)
+            parameters = [p for item in items for p in item]
+            if not parameters:
+                raise ValueError(f"`{type(self).__name__}.declare({name}=...)` has no trainable parameter.")
+            known = {id(p) for p in module.parameters()}
+            if any(id(p) not in known for p in parameters):
+                raise ValueError(f"`{type(self).__name__}.declare({name}=...)` has a parameter that is not the module's own.")
+            levels.append((parameters, _set_of(f"{type(self).__name__}.declare({name}_set=...)", sets, items)))
+        (x, x_set), (y, y_set) = levels
+        self._declaration = _Declaration(x, y, x_set, y_set, (upper_unit, lower_unit), solver, envelope, qualification)
+        # Built once to refuse bad arguments here, before any data are loaded; the solver of a run is built when it starts.
+        solver(self._declaration.groups())
+        self._current: _Current | None = None
+        self.last_step: StepInfo | None = None
+        module.automatic_optimization = False
+
+    def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
+        """Return f and g on a batch ``{"upper": ..., "lower": ...}`` as functions of flat x and y."""
+        declared = self._declared()
+        if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
+            got = f"a dict with {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+            raise MisconfigurationException(
+                f'`{type(self).__name__}` was given {got} as a training batch: it must be {{"upper": ..., "lower": ...}}, as a '
+                "CombinedLoader over two loaders or a FullBatchDataModule gives it."
+            )
+        functions = ModuleFunctions(self._module(), declared.upper, declared.lower)
+        upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
+
+        def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
+            return [make(method, part, scale=weight) for part, weight in zip(chunks.batches, chunks.shares, strict=True)]
+
+        encoded = self.lower_features is not None
+        return BilevelProblem(
+            terms(functions.function, "upper_loss", upper),
+            terms(functions.decoder if encoded else functions.function, "lower_loss", lower),
+            declared.upper_set,
+            declared.lower_set,
+            encoder=[functions.encoder("lower_features", part) for part in lower.batches] if encoded else None,
+        )
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+        """Do one outer iteration."""
+        optimizer = cast(Any, self._module().optimizers())
+        info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
+        self.last_step = info
+        trainer: Any = self._module().trainer
+        metrics = info.metrics()
+        # What callbacks such as EarlyStopping and ModelCheckpoint monitor; `self.log` takes milliseconds for the same.
+        trainer.callback_metrics.update(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
+        if info.iteration % trainer.log_every_n_steps == 0 or info.iteration == 1:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=info.iteration)
+
+    def configure_optimizers(self) -> BilevelOptimizer:
+        """Make the solver."""
+        declared, module = self._declared(), self._module()
+        self._check_trainer()
+        ours = {id(p) for p in (*declared.upper, *declared.lower)}
+        forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in ours]
+        if forgotten:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
+                "parameter belongs to one level; a constant has `requires_grad=False`."
+            )
+        self._current = None
+        return declared.solver(declared.groups())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load a float64 checkpoint as float64: the Trainer converts the module only after it has loaded the weights."""
+        if self._module().trainer.precision == "64-true":
+            self._module().double()
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+
+    def certify(self, *, tolerance: float | None = None) -> Certificate | None:
+        """Return the certificate of the current point on the last training batch; None without an envelope."""
+        declared = self._declared()
+        if self._current is None:
+            raise RuntimeError(f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit`.")
+        optimizer = cast(Any, self._module().optimizers()).optimizer
+        envelope = optimizer.envelope
+        if envelope is not None:
+            # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
+            square = declared.units[1] ** 2
+            envelope = Envelope(rho=envelope.rho * square, sigma=envelope.sigma / square, delta=envelope.delta)
+        envelope = declared.envelope or envelope
+        if envelope is None:
+            return None
+        x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
+        return certify(
+            self._current.problem,
+            x,
+            y,
+            envelope,
+            multiplier=optimizer.multiplier,
+            tolerance=tolerance,
+            qualification=declared.qualification,
+        )
+
+    def _module(self) -> LightningModule:
+        return cast(LightningModule, self)
+
+    def _declared(self) -> _Declaration:
+        declared: _Declaration | None = getattr(self, "_declaration", None)
+        if declared is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has not declared its levels: call `self.declare(upper=..., lower=...)` at the end of "
+                "its `__init__`."
+            )
+        return declared
+
+    def _problem_on(self, batch: Any) -> _Current:
+        contents = list(_contents(batch))
+        if self._current is None or not self._current.serves(contents):
+            first, problem = self._current is None, self.bilevel_problem(batch)
+            scaled = problem.in_units(*self._declared().units)
+            self._current = _Current(contents, problem, scaled)
+            if first:
+                declared = self._declared()
+                x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
+                problem.check(declared.upper_set.project(x), declared.lower_set.project(y))
+        return self._current
+
+    def _check_trainer(self) -> None:
+        trainer = self._module().trainer
+        if trainer.precision not in ("32-true", "64-true"):
+            raise MisconfigurationException(
+                f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
+                "numbers, which half precision does not resolve. Use 32-true or 64-true."
+            )
+        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise MisconfigurationException(
+                f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: the solver's steps need whole vectors "
+                "and values of the whole batch, which this strategy spreads over processes. Use a single device."
+            )
+
+
+class IVSPMixin(BilevelMixin):
+    """:class:`BilevelMixin` with IVSP as the solver unless another one is declared."""
+
+    default_solver: ClassVar[type[IVSP] | None] = IVSP
+
+
+class BilevelModule(BilevelMixin, LightningModule):
+    """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order of bases."""
+
+
+def _set_of(call: str, sets: Sets | None, items: list[list[nn.Parameter]]) -> ConvexSet:
+    if sets is None:
+        return Free()
+    if isinstance(sets, ConvexSet):
+        return sets
+    if not isinstance(sets, Sequence) or len(sets) != len(items) or not all(isinstance(s, ConvexSet) for s in sets):
+        raise ValueError(f"`{call}` must be one set, or a list with one set for each of the {len(items)} declared items.")
+    return Product(sets, [sum(p.numel() for p in item) for item in items])

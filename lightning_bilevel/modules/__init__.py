@@ -1,0 +1,3 @@
+"""Ready modules, one per task."""
+
+from lightning_bilevel.modules.sine import SineProblem as SineProblem

@@ -1,0 +1,85 @@
+"""The paper's synthetic problem: a nonconvex lower level with a known solution."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bilevel.mixin import BilevelModule
+from lightning_bilevel.sets import Box
+from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.ivsp import IVSP
+
+__all__ = ["SineProblem"]
+
+
+class SineProblem(BilevelModule):
+    r"""A toy problem with infinitely many lower-level solutions.
+
+    .. math::
+        \min_{x \in [-100, 100],\, y \in [-100, 100]^n} (x - a)^2 + \|y - a e - c\|^2 \quad\text{s.t.}\quad
+        y \in \arg\min_{z \in [-100, 100]^n} \sum_i \sin(x + z_i - c_i)
+
+    Its solution is :math:`x^* = ((1 - n) a + n C)/(1 + n)`, :math:`y_i^* = C + c_i - x^*` with C the minimiser of the sine,
+    :math:`-\pi/2 + 2 k \pi`, that is nearest to 2a. Validation reports the errors :math:`\|x - x^*\| / \max\{\|x^*\|, 1\}` and
+    likewise in y.
+
+    Args:
+        n: The number of lower-level variables.
+        a: Where the upper level would like x to be.
+        c: The shift of the lower level, one number or one per coordinate.
+        x0: The start of x.
+        y0: The start of every coordinate of y.
+        solver: The solver and its arguments.
+
+    Attributes:
+        x_star: The solution in x.
+        y_star: The solution in y.
+    """
+
+    def __init__(
+        self,
+        n: int = 1000,
+        a: float = 2.0,
+        c: float | list[float] = 2.0,
+        x0: float = -6.0,
+        y0: float = 0.0,
+        solver: SolverCallable = IVSP,
+    ) -> None:
+        super().__init__()
+        if n < 1:
+            raise ValueError(f"`SineProblem(n={n})` must be at least 1.")
+        if isinstance(c, list) and len(c) != n:
+            raise ValueError(f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number.")
+        self.a = a
+        # Kept in float64 and cast where it is used: a module that starts in float32 may be run in float64.
+        self.shift = torch.tensor(c, dtype=torch.float64)
+        self.x = nn.Parameter(torch.full((1,), x0))
+        self.y = nn.Parameter(torch.full((n,), y0))
+        nearest = -math.pi / 2 + 2 * math.pi * round((2 * a + math.pi / 2) / (2 * math.pi))
+        self.x_star = ((1 - n) * a + n * nearest) / (1 + n)
+        self.y_star = nearest + self.shift.expand(n) - self.x_star
+        self.declare(upper=self.x, lower=self.y, upper_set=Box(-100, 100), lower_set=Box(-100, 100), solver=solver)
+
+    def upper_loss(self, batch: Any) -> Tensor:
+        """(x - a)^2 + |y - a e - c|^2."""
+        return ((self.x - self.a) ** 2).sum() + ((self.y - (self.a + self.shift.to(self.y))) ** 2).sum()
+
+    def lower_loss(self, batch: Any) -> Tensor:
+        """The sum of sin(x + y_i - c_i)."""
+        return torch.sin(self.x + self.y - self.shift.to(self.y)).sum()
+
+    def errors(self) -> dict[str, float]:
+        """Return the normalised errors in x and y."""
+        x_error = abs(float(self.x) - self.x_star) / max(abs(self.x_star), 1.0)
+        y_error = torch.linalg.vector_norm(self.y.detach().cpu().double() - self.y_star)
+        return {"x_error": x_error, "y_error": float(y_error / max(float(torch.linalg.vector_norm(self.y_star)), 1.0))}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(self.errors(), prog_bar=True, batch_size=1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(self.errors(), batch_size=1)

@@ -1,0 +1,212 @@
+r"""The Moreau envelope of the lower level, evaluated inexactly, and the gap that it defines.
+
+.. math::
+    \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2, \qquad g_\rho(x, y) = \min_{z \in Y} \psi(z; x, y), \qquad
+    R(x, y) = g(x, y) - g_\rho(x, y) - \delta
+
+R <= 0 relaxes the lower-level condition: y is then nearly stationary for g(x, .). With g(x, .) sigma-weakly convex and
+rho * sigma < 1, psi is strongly convex and its minimiser z is unique.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.problem import BilevelError, LowerLevel, NonFiniteError
+from lightning_bilevel.scalars import dot, norm
+from lightning_bilevel.sets import ConvexSet
+
+__all__ = ["Envelope", "InnerLoopError", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
+
+# A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
+_DIVERGED = 10.0
+_MAX_HALVINGS = 60
+
+
+class InnerLoopError(BilevelError):
+    """The inner loop did not reach its accuracy within the cap."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    r"""The Moreau envelope's parameters and the relaxation.
+
+    Attributes:
+        rho: :math:`\rho > 0`, the proximal parameter.
+        sigma: :math:`\sigma \ge 0`, the weak-convexity modulus of g(x, .), with :math:`\rho\sigma < 1`.
+        delta: :math:`\delta > 0`, the relaxation of the gap.
+    """
+
+    rho: float
+    sigma: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        for name in ("rho", "delta"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be positive and finite.")
+        if not 0.0 <= self.sigma < math.inf:
+            raise ValueError(f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level).")
+        if self.rho * self.sigma >= 1.0:
+            raise ValueError(
+                f"`rho={self.rho}` must be smaller than 1/sigma = {1 / self.sigma:g}: "
+                "otherwise the Moreau subproblem is not strongly convex."
+            )
+
+    @property
+    def modulus(self) -> float:
+        r""":math:`m = 1/\rho - \sigma`, the strong-convexity modulus of psi."""
+        return 1 / self.rho - self.sigma
+
+    @property
+    def distance_bound(self) -> float:
+        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, which bounds |y - z| at a point with R <= 0."""
+        return math.sqrt(2 * self.rho * self.delta / (1 - self.rho * self.sigma))
+
+    @property
+    def stationarity_bound(self) -> float:
+        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`: z is that nearly stationary for g(x, .) where R <= 0."""
+        return self.distance_bound / self.rho
+
+
+@dataclass(frozen=True)
+class MoreauPoint:
+    r"""What is known of R at (x, y) from a point z~ that minimises psi up to zeta.
+
+    Attributes:
+        z: z~.
+        lower: g(x, y).
+        residual: :math:`\tilde R = g(x, y) - \psi(\tilde z; x, y) - \delta`, so that
+            :math:`\tilde R \le R \le \tilde R + \zeta`.
+        grad_x: :math:`\nabla_x g(x, y) - \nabla_x g(x, \tilde z)`.
+        grad_y: :math:`\nabla_y g(x, y) - (y - \tilde z)/\rho`.
+    """
+
+    z: Tensor
+    lower: float
+    residual: float
+    grad_x: Tensor
+    grad_y: Tensor
+
+
+def inexact_prox(
+    lower: LowerLevel,
+    y: Tensor,
+    z: Tensor,
+    zeta: float,
+    envelope: Envelope,
+    lower_set: ConvexSet,
+    *,
+    L_yy: float,
+    halvings: int = 0,
+    max_inner: int = 10_000,
+) -> tuple[Tensor, int]:
+    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm 2).
+
+    .. math::
+        z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
+        \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
+
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold says that L_yy is too small for g here: the step
+    is then halved and the loop starts again.
+
+    Args:
+        lower: g(x, .).
+        y: The centre of the proximal term.
+        z: Where to start.
+        zeta: The accuracy.
+        envelope: rho, sigma and delta.
+        lower_set: Y.
+        L_yy: The Lipschitz constant of the gradient of g(x, .).
+        halvings: How often the step has been halved so far.
+        max_inner: The cap on iterations.
+
+    Returns:
+        The point, and how often the step has been halved.
+    """
+    start, first, done = z, math.inf, 0
+    eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
+    tolerance = math.sqrt(2 * envelope.modulus * zeta)
+    while done < max_inner and halvings <= _MAX_HALVINGS:
+        done += 1
+        try:
+            direction = lower.gradient(z) + (z - y) / envelope.rho
+        except NonFiniteError:
+            if z is start:
+                raise
+            residual = math.inf
+        else:
+            new = lower_set.project(z - eta * direction)
+            residual = norm(z - new) / eta
+            if residual <= tolerance or residual * eta <= _rounding(z):
+                return new, halvings
+        if residual <= _DIVERGED * first:
+            z, first = new, residual if z is start else first
+        else:
+            halvings, eta, z, first = halvings + 1, eta / 2, start, math.inf
+    raise InnerLoopError(
+        f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
+        f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
+        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger."
+    )
+
+
+def gradient_error(zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
+    r"""Bound the error of the gradient of :math:`\phi_\mu(R)` that a zeta-accurate z~ gives.
+
+    .. math:: E_\mu(\zeta) = \sqrt{L_{xy}^2 + 1/\rho^2} \, \sqrt{2\zeta/m} + b_\phi B_R \zeta / \mu
+    """
+    return math.hypot(L_xy, 1 / envelope.rho) * math.sqrt(2 * zeta / envelope.modulus) + b * B_R * zeta / mu
+
+
+def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) -> MoreauPoint:
+    """Return R and its gradient as z~ gives them, by one pass of g(x, y) - g(x, z~)."""
+    gap = lower.gap(y, z)
+    distance = y - z
+    residual = gap.value_y - gap.value_z - dot(distance, distance) / (2 * envelope.rho) - envelope.delta
+    return MoreauPoint(z, gap.value_y, residual, gap.grad_x, gap.grad_y - distance / envelope.rho)
+
+
+def precise_prox(
+    lower: LowerLevel,
+    y: Tensor,
+    rho: float,
+    lower_set: ConvexSet,
+    *,
+    tolerance: float = 1e-3,
+    max_iterations: int = 20_000,
+) -> Tensor:
+    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no constant of g.
+
+    This is the evaluation that every method is measured with: it shares nothing with a solver's own inner loop. With
+    :math:`d = z^+ - z`, a step :math:`\eta` is kept if
+    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
+    :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
+    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when the dtype resolves no smaller step.
+    """
+    z, eta = y, rho
+    slope = lower.gradient(z)
+    for _ in range(max_iterations):
+        new = lower_set.project(torch.add(z, slope, alpha=-eta))
+        step = new - z
+        length = norm(step)
+        if length <= tolerance * eta or length <= _rounding(z):
+            return z
+        new_slope = lower.gradient(new) + (new - y) / rho
+        if dot(new_slope - slope, step) <= length**2 / eta:
+            z, slope = new, new_slope
+        else:
+            eta /= 2
+    raise InnerLoopError(
+        f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
+        f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
+    )
+
+
+def _rounding(z: Tensor) -> float:
+    """The shortest step from z that the dtype still resolves."""
+    return torch.finfo(z.dtype).eps * norm(z)

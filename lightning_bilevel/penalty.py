@@ -1,0 +1,92 @@
+r"""The smoothed plus function, the schedules of a run, and the test that strengthens the penalty.
+
+All of it are functions of numbers; only the counters k and t are ever stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+__all__ = ["Huber", "Smoothing", "SmoothingName", "Softplus", "inverse_penalty", "needs_update", "prox_accuracy"]
+__all__ += ["smoothing_function", "smoothing_parameter"]
+
+SmoothingName = Literal["huber", "softplus"]
+
+
+class Smoothing(Protocol):
+    r"""A convex smoothing :math:`\phi_\mu` of :math:`[t]_+ = \max(t, 0)`.
+
+    Attributes:
+        a: :math:`a_\phi`, such that :math:`|\phi_\mu(t) - [t]_+| \le a_\phi \mu`.
+        b: :math:`b_\phi`, such that the slope :math:`\phi_\mu'` is :math:`(b_\phi / \mu)`-Lipschitz.
+    """
+
+    a: float
+    b: float
+
+    def value(self, t: float, mu: float) -> float:
+        r"""Return :math:`\phi_\mu(t)`."""
+        ...
+
+    def slope(self, t: float, mu: float) -> float:
+        r"""Return :math:`\phi_\mu'(t)`, between 0 and 1."""
+        ...
+
+
+class Huber:
+    r"""Centered Huber: 0 below :math:`-\mu/2`, t above :math:`\mu/2`, :math:`(t + \mu/2)^2 / (2\mu)` between."""
+
+    a = 1 / 8
+    b = 1.0
+
+    def value(self, t: float, mu: float) -> float:
+        if t <= -mu / 2:
+            return 0.0
+        return t if t >= mu / 2 else (t + mu / 2) ** 2 / (2 * mu)
+
+    def slope(self, t: float, mu: float) -> float:
+        return min(max((t + mu / 2) / mu, 0.0), 1.0)
+
+
+class Softplus:
+    r"""Softplus: :math:`\mu \log(1 + e^{t/\mu})`."""
+
+    a = math.log(2.0)
+    b = 1 / 4
+
+    def value(self, t: float, mu: float) -> float:
+        # max(t, 0) + mu log(1 + exp(-|t|/mu)) is the same number without overflow.
+        return max(t, 0.0) + mu * math.log1p(math.exp(-abs(t) / mu))
+
+    def slope(self, t: float, mu: float) -> float:
+        tail = math.exp(-abs(t) / mu)
+        return 1 / (1 + tail) if t >= 0 else tail / (1 + tail)
+
+
+def smoothing_function(name: SmoothingName) -> Smoothing:
+    """Return the smoothing that the name stands for (a checkpoint holds the name)."""
+    return Softplus() if name == "softplus" else Huber()
+
+
+def smoothing_parameter(k: int, mu0: float, block: int, r: float) -> float:
+    r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`."""
+    return float(mu0 * (1 + k // block) ** -r)
+
+
+def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
+    r"""Return :math:`\zeta_k = \bar\zeta \mu_k^q`."""
+    return float(zeta_bar * mu**q)
+
+
+def inverse_penalty(t: int, gamma0: float) -> float:
+    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}`."""
+    return float(gamma0 * (t + 1) ** -0.5)
+
+
+def needs_update(residual: float, step: float, *, mu: float, gamma: float, a: float, c2: float) -> bool:
+    r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
+
+    .. math:: \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
+    """
+    return residual > 2 * a * mu and step <= c2 * mu * gamma

@@ -1,0 +1,336 @@
+r"""The bilevel problem as a first-order oracle over flat vectors.
+
+.. math:: \min_{x \in X,\, y \in Y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_{u \in Y} g(x, u)
+
+Every method of the library sees the problem through three evaluations, each one pass: f with its gradients, the gradient of
+g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_bilevel.scalars import norm
+from lightning_bilevel.sets import ConvexSet, Free, Scaled
+
+__all__ = ["BilevelError", "BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "NonFiniteError", "Upper"]
+
+Function = Callable[[Any, Tensor], Tensor]
+
+
+class BilevelError(RuntimeError):
+    """The run cannot go on, for a reason that the message names."""
+
+
+class NonFiniteError(BilevelError):
+    """A value or a gradient of f or g is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often each evaluation was made.
+
+    Attributes:
+        upper: Evaluations of f with its gradients.
+        lower: Evaluations of the gradient of g(x, .).
+        gap: Evaluations of g(x, y) - g(x, z) with its gradients.
+    """
+
+    upper: int = 0
+    lower: int = 0
+    gap: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of f or g; the gap goes forward through g twice."""
+        return self.upper + self.lower + 2 * self.gap
+
+    def __add__(self, other: Calls) -> Calls:
+        return Calls(self.upper + other.upper, self.lower + other.lower, self.gap + other.gap)
+
+    def __sub__(self, other: Calls) -> Calls:
+        return Calls(self.upper - other.upper, self.lower - other.lower, self.gap - other.gap)
+
+
+class Upper(NamedTuple):
+    """f(x, y) and its gradients."""
+
+    value: float
+    grad_x: Tensor
+    grad_y: Tensor
+
+
+class Gap(NamedTuple):
+    """g(x, y) and g(x, z), and the gradients of their difference in x and of g(x, y) in y."""
+
+    value_y: float
+    value_z: float
+    grad_x: Tensor
+    grad_y: Tensor
+
+
+class BilevelProblem:
+    r"""f and g as functions of flat vectors, with the sets that x and y live in.
+
+    Args:
+        upper: f, a function of (x, y) that returns a scalar; or several, which are summed. A full batch larger than memory
+            is such a list, one function per chunk with the chunk's weight in it: chunks are evaluated one after another.
+        lower: g, likewise.
+        upper_set: X.
+        lower_set: Y.
+        encoder: The part of g that depends on x alone, if there is one: then g(x, y) = ``lower(encoder(x), y)``, and the
+            encoder is evaluated once per x, however many points z follow. One per chunk of ``lower``.
+        reduce: The sum of a tensor over the processes that share the data, if there are several.
+
+    Example:
+        >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
+        >>> problem.upper(torch.tensor([2.0]), torch.tensor([3.0]))
+        Upper(value=6.0, grad_x=tensor([3.]), grad_y=tensor([2.]))
+        >>> problem.at(torch.tensor([2.0])).gradient(torch.tensor([3.0]))
+        tensor([2.])
+        >>> problem.calls
+        Calls(upper=1, lower=1, gap=0)
+    """
+
+    def __init__(
+        self,
+        upper: Function | Sequence[Function],
+        lower: Function | Sequence[Function],
+        upper_set: ConvexSet | None = None,
+        lower_set: ConvexSet | None = None,
+        *,
+        encoder: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.upper_terms = _terms("upper", upper)
+        self.lower_terms = _terms("lower", lower)
+        self.encoders = None if encoder is None else _terms("encoder", encoder)
+        if self.encoders is not None and len(self.encoders) != len(self.lower_terms):
+            raise ValueError(
+                f"`BilevelProblem` was given {len(self.encoders)} encoders for {len(self.lower_terms)} terms of `lower`: "
+                "each term needs its own."
+            )
+        self.upper_set = Free() if upper_set is None else upper_set
+        self.lower_set = Free() if lower_set is None else lower_set
+        for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
+            if not isinstance(value, ConvexSet):
+                raise TypeError(f"`BilevelProblem({name}={value!r})` must have `project` and `normal_cone_distance`.")
+        self.reduce = reduce
+        self.units = (1.0, 1.0)
+        self._upper_has_x: bool | None = None
+        self.calls = Calls()
+
+    def in_units(self, upper: float = 1.0, lower: float = 1.0) -> BilevelProblem:
+        """Return the same problem in the variables u, v with x = upper * u and y = lower * v."""
+        if upper == lower == 1.0:
+            return self
+        inner = copy.copy(self)
+        inner.upper_terms = [_rescaled(term, upper, lower) for term in self.upper_terms]
+        inner.lower_terms = [_rescaled(term, 1.0 if self.encoders else upper, lower) for term in self.lower_terms]
+        if self.encoders is not None:
+            inner.encoders = [lambda u, encode=encode: encode(upper * u) for encode in self.encoders]
+        inner.upper_set = Scaled(self.upper_set, upper)
+        inner.lower_set = Scaled(self.lower_set, lower)
+        inner.units = (upper, lower)
+        inner.calls = Calls()
+        return inner
+
+    def upper(self, x: Tensor, y: Tensor) -> Upper:
+        """Return f and both its gradients at (x, y)."""
+        self.calls = replace(self.calls, upper=self.calls.upper + 1)
+        x, y = _leaf(x), _leaf(y)
+        values, (grad_x, grad_y) = self._sum("f", [lambda t=t: (t(x, y),) for t in self.upper_terms], (x, y))  # type: ignore[misc]
+        if grad_y is None:
+            raise ValueError(_UNCOUPLED.format("upper-level function f"))
+        self._upper_has_x = grad_x is not None
+        return Upper(values[0], torch.zeros_like(x) if grad_x is None else grad_x, grad_y)
+
+    def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of f in x alone; where f is known not to depend on x, that takes no pass."""
+        if self._upper_has_x is False:
+            return torch.zeros_like(x)
+        self.calls = replace(self.calls, upper=self.calls.upper + 1)
+        x, y = _leaf(x), y.detach()
+        _, (grad,) = self._sum("f", [lambda t=t: (t(x, y),) for t in self.upper_terms], (x,))  # type: ignore[misc]
+        self._upper_has_x = grad is not None
+        return torch.zeros_like(x) if grad is None else grad
+
+    def upper_y(self, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+        """Return f and its gradient in y alone."""
+        self.calls = replace(self.calls, upper=self.calls.upper + 1)
+        x, y = x.detach(), _leaf(y)
+        values, (grad,) = self._sum("f", [lambda t=t: (t(x, y),) for t in self.upper_terms], (y,))  # type: ignore[misc]
+        if grad is None:
+            raise ValueError(_UNCOUPLED.format("upper-level function f"))
+        return values[0], grad
+
+    def at(self, x: Tensor) -> LowerLevel:
+        """Return g(x, .) for a fixed x, of which any number of points can be asked."""
+        return LowerLevel(self, x)
+
+    def check(self, x: Tensor, y: Tensor) -> None:
+        """Evaluate f and g twice and refuse a problem whose values differ: a line search would compare different functions."""
+        calls = self.calls
+        for name in ("f", "g"):
+            first, second = (self.upper(x, y).value if name == "f" else self.at(x).value(y) for _ in range(2))
+            # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
+            if abs(first - second) > 1e3 * torch.finfo(y.dtype).eps * max(abs(first), abs(second)):
+                raise BilevelError(
+                    f"{_NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the methods here need a "
+                    "deterministic objective. Switch off dropout and random augmentation, or fix their random numbers."
+                )
+        self.at(x).gradient(y)
+        self.calls = calls
+
+    def _sum(
+        self, name: str, terms: Sequence[Callable[[], tuple[Tensor, ...]]], inputs: tuple[Tensor, ...]
+    ) -> tuple[list[float], list[Tensor | None]]:
+        """Sum the terms' values, and differentiate their first value less their second in the inputs."""
+        total: Tensor | None = None
+        grads: list[Tensor | None] = [None] * len(inputs)
+        with torch.enable_grad():
+            for term in terms:
+                values = term()
+                for value in values:
+                    _check_scalar(name, value)
+                # f or g(x, y); or the gap g(x, y) - g(x, z), differentiated in one backward pass.
+                target = values[0] if len(values) == 1 else values[0] - values[1]
+                if target.requires_grad:
+                    new_grads = torch.autograd.grad(target, inputs, allow_unused=True)
+                    grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
+                # float64: the Moreau gap is a small difference of large numbers.
+                total = _plus(total, torch.stack([v.detach() for v in values]).double())
+        assert total is not None
+        if self.reduce is not None:
+            total = self.reduce(total)
+            grads = [None if grad is None else self.reduce(grad) for grad in grads]
+        known = [grad for grad in grads if grad is not None]
+        # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way).
+        numbers = torch.cat([total, *(grad.sum(dtype=torch.float64).reshape(1) for grad in known)]).tolist()
+        count = len(total)
+        _check_finite(name, numbers[:count], numbers[count:], inputs)
+        return numbers[:count], grads
+
+
+class LowerLevel:
+    """g(x, .) at a fixed x; what depends on x alone is computed once."""
+
+    def __init__(self, problem: BilevelProblem, x: Tensor) -> None:
+        self.problem = problem
+        self.x = _leaf(x)
+        # The encoder's output with its graph, for the first gap; with several chunks it is encoded again chunk by
+        # chunk, because the graphs of all chunks together are what does not fit into memory.
+        self._graph: list[Any] | None = None
+        self._features: list[Any]
+        if problem.encoders is None:
+            self._features = [self.x.detach()] * len(problem.lower_terms)
+        elif len(problem.encoders) == 1:
+            with torch.enable_grad():
+                self._graph = [problem.encoders[0](self.x)]
+            self._features = [tree_map_only(Tensor, Tensor.detach, self._graph[0])]
+        else:
+            with torch.no_grad():
+                self._features = [encode(self.x) for encode in problem.encoders]
+
+    def value(self, z: Tensor) -> float:
+        """Return g(x, z); no gradient, and not counted as a pass."""
+        with torch.no_grad():
+            values = [term(part, z) for term, part in zip(self.problem.lower_terms, self._features, strict=True)]
+        for value in values:
+            _check_scalar("g", value)
+        total = torch.stack(values).double().sum()
+        if self.problem.reduce is not None:
+            total = self.problem.reduce(total)
+        _check_finite("g", [float(total)], [], (self.x, z))
+        return float(total)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        """Return the gradient of g(x, .) at z."""
+        return self.value_and_gradient(z)[1]
+
+    def value_and_gradient(self, z: Tensor) -> tuple[float, Tensor]:
+        """Return g(x, z) and the gradient of g(x, .) at z."""
+        problem = self.problem
+        problem.calls = replace(problem.calls, lower=problem.calls.lower + 1)
+        z = _leaf(z)
+        parts = zip(problem.lower_terms, self._features, strict=True)
+        values, (grad,) = problem._sum("g", [lambda t=t, p=p: (t(p, z),) for t, p in parts], (z,))  # type: ignore[misc]
+        if grad is None:
+            raise ValueError(_UNCOUPLED.format("lower-level function g"))
+        return values[0], grad
+
+    def gap(self, y: Tensor, z: Tensor) -> Gap:
+        """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one backward pass."""
+        y = _leaf(y)
+        values, (grad_x, grad_y) = self._difference(y, z, (self.x, y))
+        if grad_y is None:
+            raise ValueError(_UNCOUPLED.format("lower-level function g"))
+        return Gap(values[0], values[1], torch.zeros_like(self.x) if grad_x is None else grad_x, grad_y)
+
+    def gap_x(self, y: Tensor, z: Tensor) -> tuple[float, Tensor]:
+        """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
+        values, (grad,) = self._difference(y.detach(), z, (self.x,))
+        return values[0], torch.zeros_like(self.x) if grad is None else grad
+
+    def _difference(self, y: Tensor, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[list[float], list[Tensor | None]]:
+        problem, x, z = self.problem, self.x, z.detach()
+        problem.calls = replace(problem.calls, gap=problem.calls.gap + 1)
+        graph, self._graph = self._graph, None
+
+        def term(index: int) -> tuple[Tensor, Tensor]:
+            part = graph[index] if graph else problem.encoders[index](x) if problem.encoders else x
+            function = problem.lower_terms[index]
+            return function(part, y), function(part, z)
+
+        terms = [lambda i=i: term(i) for i in range(len(problem.lower_terms))]
+        return problem._sum("g", terms, inputs)
+
+
+_NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}
+_UNCOUPLED = (
+    "The {} does not depend on the lower-level variables y: a bilevel problem needs both functions to. "
+    "Look for a `detach()` or a `no_grad()` in it, or for parameters that were declared at the wrong level."
+)
+
+
+def _terms(name: str, functions: Any) -> list[Any]:
+    terms = list(functions) if isinstance(functions, Sequence) else [functions]
+    if not terms or not all(callable(term) for term in terms):
+        raise TypeError(f"`BilevelProblem({name}={functions!r})` must be a function, or a non-empty list of functions.")
+    return terms
+
+
+def _rescaled(term: Function, upper: float, lower: float) -> Function:
+    if upper == 1.0:
+        return lambda u, v: term(u, lower * v)
+    return lambda u, v: term(upper * u, v if lower == 1.0 else lower * v)
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _leaf(v: Tensor) -> Tensor:
+    return v.detach().requires_grad_()
+
+
+def _check_scalar(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.ndim > 0:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"{_NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a sum.")
+
+
+def _check_finite(name: str, values: list[float], grad_sums: list[float], inputs: tuple[Tensor, ...]) -> None:
+    # x - x is 0 for a finite number and NaN otherwise: one test for all of them.
+    if sum(v - v for v in (*values, *grad_sums)) == 0.0:
+        return
+    wrong = next((f"value {v}" for v in values if v - v != 0.0), "gradient with NaN or infinite entries")
+    sizes = ", ".join(f"{norm(v.detach()):.3g}" for v in inputs)
+    raise NonFiniteError(f"{_NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} {sizes}.")

@@ -1,0 +1,89 @@
+"""Solving a problem that is given as two functions, without Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.kkt import Certificate, certify
+from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.solvers.base import SolverCallable, StepInfo
+from lightning_bilevel.solvers.ivsp import IVSP
+
+__all__ = ["Solution", "solve"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where a run ended.
+
+    Attributes:
+        x: The upper-level variables.
+        y: The lower-level variables.
+        certificate: The KKT residuals there; None if neither the solver nor the call named an envelope.
+        history: The record of every outer iteration.
+    """
+
+    x: Tensor
+    y: Tensor
+    certificate: Certificate | None
+    history: list[StepInfo]
+
+
+def solve(
+    problem: BilevelProblem,
+    x0: Tensor,
+    y0: Tensor,
+    solver: SolverCallable = IVSP,
+    max_steps: int = 1000,
+    *,
+    envelope: Envelope | None = None,
+    tolerance: float | None = None,
+) -> Solution:
+    """Run a solver on a problem.
+
+    Args:
+        problem: f, g and the sets.
+        x0: The start of the upper level, a flat vector.
+        y0: The start of the lower level, a flat vector.
+        solver: What makes the solver from parameter groups, such as ``functools.partial(IVSP, rho=0.5)``.
+        max_steps: Outer iterations.
+        envelope: The Moreau envelope of the certificate; None is the solver's own.
+        tolerance: The accuracy of the certificate's proximal point.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_bilevel.sets import Box
+        >>> problem = BilevelProblem(
+        ...     upper=lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+        ...     lower=lambda x, y: 0.5 * ((y - x) ** 2).sum(),
+        ...     upper_set=Box(-2, 2),
+        ...     lower_set=Box(-2, 2),
+        ... )
+        >>> start = torch.zeros(1, dtype=torch.float64)
+        >>> solution = solve(problem, start, start, partial(IVSP, sigma=0.0, delta=1e-6), max_steps=200)
+        >>> bool(abs(solution.x - 0.5) < 1e-2), bool(abs(solution.y - 0.5) < 1e-2)
+        (True, True)
+    """
+    if max_steps < 1:
+        raise ValueError(f"`solve(max_steps={max_steps})` must be at least 1.")
+    x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
+    optimizer = solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
+    problem.check(x, y)
+    history = [optimizer.step(problem=problem) for _ in range(max_steps)]
+    x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
+    if envelope is not None:
+        certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance)
+    return Solution(x, y, certificate, history)
+
+
+def _start(name: str, value: Any) -> Tensor:
+    start = torch.as_tensor(value)
+    if start.ndim > 1 or not start.is_floating_point():
+        kind = f"shape {tuple(start.shape)}" if start.ndim > 1 else f"dtype {start.dtype}"
+        raise ValueError(f"`solve({name})` has {kind}: it must be a flat vector of floating-point numbers.")
+    return start.detach().reshape(-1).clone().requires_grad_()

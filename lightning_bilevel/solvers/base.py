@@ -1,0 +1,214 @@
+"""What every method is: a torch optimizer over two levels that returns a record of each outer iteration."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls
+from lightning_bilevel.scalars import norm
+
+__all__ = ["BilevelOptimizer", "SolverCallable", "StepInfo"]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    r"""What one outer iteration did.
+
+    Attributes:
+        iteration: The number of the iteration, from 1.
+        upper: f at the new point.
+        lower: g(x, y) at the new point.
+        step: :math:`\|w^{k+1} - w^k\|`.
+        inner_iterations: Gradient steps on the lower level.
+        calls: Evaluations of f and g.
+        optimization_time: Seconds spent in the solver since the start of the run.
+    """
+
+    iteration: int
+    upper: float
+    lower: float
+    step: float
+    inner_iterations: int
+    calls: Calls
+    optimization_time: float
+
+    # Logged name of each attribute; a method adds its own.
+    NAMES: ClassVar[dict[str, str]] = {
+        "upper": "bilevel/upper",
+        "lower": "bilevel/lower",
+        "step": "bilevel/step",
+        "inner_iterations": "bilevel/inner_iterations",
+        "optimization_time": "bilevel/optimization_time",
+    }
+
+    def metrics(self) -> dict[str, float]:
+        """Return what loggers and callbacks see of the iteration."""
+        return {name: float(getattr(self, attribute)) for attribute, name in self.NAMES.items()}
+
+
+class BilevelOptimizer(Optimizer, ABC):
+    """A bilevel method: hyper-parameters in ``param_groups``, state in ``state``, the iterate in the parameters.
+
+    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns the new ones.
+
+    Args:
+        params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]``.
+        defaults: The hyper-parameters: numbers, strings and None only, so that checkpoints load with ``weights_only``.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(_check_levels(type(self).__name__, params), defaults)
+        self._forget()
+        self.memory.update(iteration=0, inner_iterations=0, optimization_time=0.0)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The hyper-parameters as they are now (after a load: the saved ones)."""
+        return self.param_groups[0]
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The state of the run: tensors, ints, floats and bools."""
+        # torch keeps state per parameter; what belongs to the whole run stays with the first one, as in torch's LBFGS.
+        state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
+        return state
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """The Moreau envelope that the method itself relaxes with, if any."""
+        return None
+
+    @property
+    def multiplier(self) -> float | None:
+        """The method's multiplier of the gap constraint, if it has one."""
+        return None
+
+    @abstractmethod
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Do one outer iteration.
+
+        Args:
+            problem: The problem, in the solver's own units.
+            x: The upper-level variables.
+            y: The lower-level variables.
+            unchanged: Whether problem and point are those that the previous iteration ended with.
+
+        Returns:
+            The new x and y, and what :meth:`record` needs beyond what is known to this class.
+        """
+
+    @abstractmethod
+    def record(self, **known: Any) -> StepInfo:
+        """Make the record of an iteration."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, problem: BilevelProblem
+    ) -> StepInfo:
+        """Do one outer iteration on the problem and write the new point into the parameters.
+
+        Args:
+            closure: Called once; it is how Lightning counts a step. Everything is evaluated through ``problem``.
+            problem: f and g. As long as it is the same object, what is known of the current point is used again.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        began, calls, memory = time.perf_counter(), problem.calls, self.memory
+        unchanged = self._point is not None and self._point[0] is problem and self._versions() == self._point[1]
+        x, y = (self._point[2], self._point[3]) if unchanged and self._point else self._start(problem)
+        try:
+            x, y, facts = self.advance(problem, x, y, unchanged)
+        except BilevelError as error:
+            where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
+            raise type(error)(f"{where}: {error}") from error
+        self._write(problem, x, y)
+        memory["iteration"] += 1
+        memory["inner_iterations"] += facts["inner_iterations"]
+        memory["optimization_time"] += time.perf_counter() - began
+        return self.record(
+            iteration=memory["iteration"],
+            calls=problem.calls - calls,
+            optimization_time=memory["optimization_time"],
+            **facts,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        # (problem, versions of the parameters, x, y) after the last step. A parameter's version counts its in-place
+        # changes, so a point that someone else wrote is noticed without comparing the numbers.
+        self._point: tuple[BilevelProblem, list[int], Tensor, Tensor] | None = None
+
+    def _versions(self) -> list[int]:
+        return [p._version for group in self.param_groups for p in group["params"]]
+
+    def _start(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+        point = []
+        levels = zip(self.param_groups, (problem.upper_set, problem.lower_set), problem.units, strict=True)
+        for group, convex_set, unit in levels:
+            given = torch.cat([p.detach().reshape(-1) for p in group["params"]]) / unit
+            projected = convex_set.project(given)
+            moved = norm(projected - given)
+            size = norm(given)
+            if moved > 1e2 * torch.finfo(given.dtype).eps * size:
+                warnings.warn(
+                    f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, which moved it by "
+                    f"{moved * unit:.3g}.",
+                    stacklevel=3,
+                )
+            point.append(projected)
+        return point[0], point[1]
+
+    def _write(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
+        for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
+            parameters = group["params"]
+            blocks = torch.split(vector if unit == 1.0 else vector * unit, [p.numel() for p in parameters])
+            for parameter, block in zip(parameters, blocks, strict=True):
+                parameter.copy_(block.view_as(parameter))
+        self._point = (problem, self._versions(), x, y)
+
+
+SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]
+
+
+def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups = list(params)
+    rule = 'two groups, [{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]'
+    if not all(isinstance(group, dict) for group in groups):
+        raise TypeError(f"`{name}(params)` must be {rule}.")
+    by_level = {group.get("level"): {**group, "params": _as_list(group["params"])} for group in groups}
+    if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
+        raise ValueError(f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs {rule}.")
+    ordered = [by_level["upper"], by_level["lower"]]
+    for group in ordered:
+        if not group["params"] or not sum(p.numel() for p in group["params"]):
+            raise ValueError(f"`{name}(params)`: the {group['level']} level has no parameters.")
+    if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
+        raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
+    kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
+    if len(kinds) > 1:
+        raise ValueError(f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one dtype and device.")
+    dtype = ordered[0]["params"][0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"`{name}(params)` has parameters of {dtype}: only float32 and float64 are supported, because the Moreau gap is a "
+            "small difference of large numbers, which half precision does not resolve."
+        )
+    return ordered
+
+
+def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)

@@ -1,0 +1,381 @@
+"""IVSP, the inexact variable-smoothing penalty method."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.linesearch import allowance, backtrack, barzilai_borwein
+from lightning_bilevel.moreau import Envelope, evaluate_gap, gradient_error, inexact_prox
+from lightning_bilevel.penalty import (
+    SmoothingName,
+    inverse_penalty,
+    needs_update,
+    prox_accuracy,
+    smoothing_function,
+    smoothing_parameter,
+)
+from lightning_bilevel.problem import BilevelProblem, LowerLevel, NonFiniteError
+from lightning_bilevel.scalars import dot
+from lightning_bilevel.sets import Product
+from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+
+__all__ = ["IVSP", "IVSPInfo"]
+
+
+@dataclass(frozen=True)
+class IVSPInfo(StepInfo):
+    r"""What one outer iteration of IVSP did.
+
+    Attributes:
+        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point.
+        mu: :math:`\mu_k`, the smoothing.
+        zeta: :math:`\zeta_{k+1}`, the accuracy of the Moreau evaluation at the new point.
+        gamma: :math:`\gamma_k`, the inverse penalty.
+        multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
+        penalty_updated: Whether this iteration strengthened the penalty.
+        penalty_updates: How often that has happened, :math:`t_{k+1}`.
+        trials: Trials of the line search.
+        L: The accepted :math:`L_k`.
+        L_start: The first trial's :math:`L_{k,0}`.
+    """
+
+    residual: float
+    mu: float
+    zeta: float
+    gamma: float
+    multiplier: float
+    penalty_updated: bool
+    penalty_updates: int
+    trials: int
+    L: float
+    L_start: float
+
+    NAMES: ClassVar[dict[str, str]] = {
+        **StepInfo.NAMES,
+        "residual": "bilevel/moreau_gap",
+        "violation": "bilevel/violation",
+        "mu": "bilevel/smoothing",
+        "gamma": "bilevel/penalty",
+        "penalty_updates": "bilevel/penalty_updates",
+        "multiplier": "bilevel/multiplier",
+        "trials": "bilevel/trials",
+    }
+
+    @property
+    def violation(self) -> float:
+        """How far the relaxed gap constraint is violated, as the solver sees it."""
+        return max(self.residual, 0.0)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """All that is known at w = (x, y)."""
+
+    w: Tensor
+    f: float
+    grad_f: Tensor
+    z: Tensor
+    lower: float
+    residual: float
+    grad_R: Tensor
+
+
+class _Parameters(NamedTuple):
+    """mu, zeta and gamma of an outer iteration."""
+
+    mu: float
+    zeta: float
+    gamma: float
+
+
+@dataclass(frozen=True)
+class _Trial:
+    accepted: bool
+    merit: float
+    bound: float
+    step: float
+    point: _Point | None
+
+    def __str__(self) -> str:
+        return f"the last trial has merit {self.merit:.9g}, to be at most {self.bound:.9g}, after a step of {self.step:.3g}."
+
+
+class IVSP(BilevelOptimizer):
+    r"""Inexact variable-smoothing penalty method.
+
+    It solves the relaxed problem :math:`\min_{w \in C} f(w)` s.t. :math:`R(w) \le 0`, with the Moreau gap R of
+    :mod:`lightning_bilevel.moreau`, by one projected-gradient step per iteration on a smoothed exact penalty. With
+    :math:`w = (x, y)`, :math:`C = X \times Y` and :math:`\tilde z^k`, :math:`\tilde R^k` from an inexact evaluation:
+
+    .. math::
+        w_L &= P_C\bigl(w^k - \tfrac{\mu_k}{L} [\gamma_k \nabla f(w^k) + \phi'_{\mu_k}(\tilde R^k) \tilde\nabla R(w^k)]\bigr) \\
+        \text{accept if}\quad \gamma_k f(w_L) &+ \phi_{\mu_k}(\tilde R_L + \zeta_{k+1})
+          \le \gamma_k f(w^k) + \phi_{\mu_k}(\tilde R^k) - \tfrac{c_1}{2\mu_k}\|w_L - w^k\|^2 + \tau_{k,L} \\
+        t_{k+1} &= t_k + 1 \quad\text{if } \tilde R^{k+1} > 2 a_\phi \mu_k \text{ and } \|w^{k+1} - w^k\| \le c_2\mu_k\gamma_k
+
+    otherwise L doubles. :math:`\tau_{k,L}` is the allowance for the inexact evaluation.
+
+    Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT point of the relaxed
+    problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the constraint qualification ENNAMCQ holds.
+    Cost of an iteration with J inner iterations and one trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one
+    of f.
+
+    Args:
+        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        rho: :math:`\rho`, the Moreau parameter; ``rho * sigma`` must be below 1.
+        sigma: :math:`\sigma`, the weak-convexity modulus of g(x, .); 0 for a convex lower level.
+        delta: :math:`\delta`, the relaxation: the lower level ends nearly stationary up to :math:`O(\sqrt\delta)`.
+        mu0: :math:`\mu_0`, the first smoothing.
+        block: B, how many iterations share one smoothing: :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`.
+        r: The power by which the smoothing falls, between 0 and 1; 1/3 balances the rates.
+        q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r + 0.01.
+        gamma0: :math:`\gamma_0`, the first inverse penalty: :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`.
+        zeta_bar: :math:`\bar\zeta`, the scale of the accuracy.
+        c1: :math:`c_1`, the decrease that the line search asks for.
+        c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the penalty.
+        L_init: :math:`L_{0,0}`, where the first line search starts.
+        L_min: The smallest start of a line search.
+        L_max: The largest start of a line search.
+        L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
+        L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy + 1/rho).
+        B_R: Bound on the norm of the gradient of R.
+        theta_low: :math:`\underline\vartheta`, the lower bound in the allowance :math:`\tau`.
+        theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple of L.
+        smoothing: The smoothed plus function, ``"huber"`` (centered Huber) or ``"softplus"``.
+        fixed_L: A constant L instead of the line search (the paper's Strategy I).
+        max_trials: The cap on the trials of one line search.
+        max_inner: The cap on the iterations of one Moreau evaluation.
+
+    The defaults of delta, r, q, c1, c2, L_min, L_max, B_R, theta_low and theta_hat are the paper's, common to all its
+    experiments; it chooses the others per task.
+
+    References:
+        Alcantara, Inoue, Takeda: Improved KKT Complexity for First-Order Bilevel Optimization under Weak Lower-Level
+        Convexity (Algorithms 1 to 3).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        rho: float = 0.5,
+        sigma: float = 1.0,
+        delta: float = 1e-3,
+        mu0: float = 1e-2,
+        block: int = 1,
+        r: float = 1 / 3,
+        q: float | None = None,
+        gamma0: float = 1.0,
+        zeta_bar: float = 1.0,
+        c1: float = 1e-4,
+        c2: float = 1.0,
+        L_init: float = 1.0,
+        L_min: float = 1e-11,
+        L_max: float = 1e11,
+        L_xy: float = 1.0,
+        L_yy: float = 1.0,
+        B_R: float = 1e3,
+        theta_low: float = 1e-24,
+        theta_hat: float = 1.99,
+        smoothing: SmoothingName = "huber",
+        fixed_L: float | None = None,
+        max_trials: int = 100,
+        max_inner: int = 10_000,
+    ) -> None:
+        q = 1 / r + 0.01 if q is None and 0.0 < r < 1.0 else q
+        given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        _check_constants(given)
+        super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
+        self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
+        self._known: _Point | None = None
+
+    @property
+    def envelope(self) -> Envelope:
+        c = self.constants
+        return Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+
+    @property
+    def multiplier(self) -> float:
+        return float(self.memory["multiplier"])
+
+    def record(self, **known: Any) -> IVSPInfo:
+        return IVSPInfo(**known)
+
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        c, memory, inner = self.constants, self.memory, problem.calls.lower
+        k, t, L_start = memory["iteration"], memory["penalty_updates"], memory["L_start"]
+        phi, now, zeta_next = smoothing_function(c["smoothing"]), self._parameters(k, t), self._parameters(k + 1, t).zeta
+        split, C = x.numel(), Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
+
+        here = self._current(problem, x, y, now.zeta, unchanged)
+        G = phi.slope(here.residual, now.mu) * here.grad_R
+        direction = now.gamma * here.grad_f + G
+        merit = now.gamma * here.f + phi.value(here.residual, now.mu)
+        E = gradient_error(now.zeta, now.mu, self.envelope, L_xy=c["L_xy"], b=phi.b, B_R=c["B_R"])
+
+        def trial(L: float) -> _Trial:
+            # w_L = P_C(w - (mu/L) [gamma grad f + G])
+            w = C.project(here.w - (now.mu / L) * direction)
+            d = math.sqrt(_dot(w - here.w, w - here.w, split))
+            try:
+                there = self._evaluate(problem, w, split, here.z, zeta_next)
+            except NonFiniteError:
+                if c["fixed_L"] is not None:
+                    raise
+                return _Trial(False, math.inf, merit, d, None)
+            # gamma f(w_L) + phi(R_L + zeta+) <= gamma f(w) + phi(R) - c1/(2 mu) |w_L - w|^2 + tau
+            value = now.gamma * there.f + phi.value(there.residual + zeta_next, now.mu)
+            tau = allowance(d, L, now.mu, E, theta_low=c["theta_low"], theta_hat=c["theta_hat"]) + now.zeta + zeta_next
+            bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + _rounding(here, there, now.gamma)
+            return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, there)
+
+        accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
+        there = accepted.point
+        assert there is not None
+        updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
+        then = self._parameters(k + 1, t + updated)
+        if c["fixed_L"] is None:
+            # The next start is known already now, so nothing of the previous point needs keeping.
+            slope = phi.slope(there.residual, then.mu)
+            dv = then.gamma * (there.grad_f - here.grad_f) + slope * there.grad_R - G
+            dw_dv, dv_dv = _dot(there.w - here.w, dv, split), _dot(dv, dv, split)
+            memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"])
+        for group in self.param_groups:
+            group["lr"] = now.mu / L
+        memory.update(
+            penalty_updates=t + updated,
+            multiplier=phi.slope(there.residual, now.mu) / now.gamma,
+            z=there.z,
+            f=there.f,
+            residual=there.residual,
+        )
+        self._known = there
+        x, y = there.w[:split], there.w[split:]
+        facts = {
+            "upper": there.f,
+            "lower": there.lower,
+            "step": accepted.step,
+            "inner_iterations": problem.calls.lower - inner,
+            "residual": there.residual,
+            "mu": now.mu,
+            "zeta": zeta_next,
+            "gamma": now.gamma,
+            "multiplier": memory["multiplier"],
+            "penalty_updated": updated,
+            "penalty_updates": t + updated,
+            "trials": trials,
+            "L": L,
+            "L_start": L_start,
+        }
+        return x, y, facts
+
+    def _parameters(self, k: int, t: int) -> _Parameters:
+        c = self.constants
+        mu = smoothing_parameter(k, c["mu0"], c["block"], c["r"])
+        return _Parameters(mu, prox_accuracy(mu, c["zeta_bar"], c["q"]), inverse_penalty(t, c["gamma0"]))
+
+    def _current(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float, unchanged: bool) -> _Point:
+        """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
+        if unchanged and self._known is not None:
+            return self._known
+        w, z = torch.cat([x, y]), self.memory.get("z")
+        if z is not None and z.shape == y.shape:
+            # A checkpoint holds z and the values that it gave. If f and R are still those, the data are the same, z is as
+            # accurate as it was, and the run goes on exactly as if it had not stopped; this is not a cost of the method.
+            calls = problem.calls
+            saved = self._measure(problem, problem.at(x), w, y, z)
+            problem.calls = calls
+            if saved.f == self.memory["f"] and saved.residual == self.memory["residual"]:
+                return saved
+        return self._evaluate(problem, w, x.numel(), y if z is None or z.shape != y.shape else z, zeta)
+
+    def _evaluate(self, problem: BilevelProblem, w: Tensor, split: int, z: Tensor, zeta: float) -> _Point:
+        """Evaluate f and, up to zeta, R at w = (x, y), from the warm start z."""
+        c, x, y = self.constants, w[:split], w[split:]
+        lower, halvings = problem.at(x), self.memory["halvings"]
+        z, halved = inexact_prox(
+            lower, y, z, zeta, self.envelope, problem.lower_set, L_yy=c["L_yy"], halvings=halvings, max_inner=c["max_inner"]
+        )
+        if halved > halvings == 0:
+            warnings.warn(
+                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={c['L_yy']:g}: the lower level is more curved "
+                f"than that. The step was divided by {2**halved} and will be divided further if need be, without a word.",
+                stacklevel=2,
+            )
+        self.memory["halvings"] = halved
+        return self._measure(problem, lower, w, y, z)
+
+    def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor) -> _Point:
+        f = problem.upper(lower.x, y)
+        gap = evaluate_gap(lower, y, z, self.envelope)
+        return _Point(
+            w=w,
+            f=f.value,
+            grad_f=torch.cat([f.grad_x, f.grad_y]),
+            z=z,
+            lower=gap.lower,
+            residual=gap.residual,
+            grad_R=torch.cat([gap.grad_x, gap.grad_y]),
+        )
+
+
+def _dot(a: Tensor, b: Tensor, split: int) -> float:
+    """<a, b> over w = (x, y), each level summed on its own: x may be one number and y a million."""
+    return dot(a[:split], b[:split]) + dot(a[split:], b[split:])
+
+
+def _rounding(here: _Point, there: _Point, gamma: float) -> float:
+    """The rounding error that the Armijo test has to allow for."""
+    dtype = here.w.dtype
+    if dtype == torch.float64:
+        return 1e-12  # the paper's
+    size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
+    return 1e-12 + torch.finfo(dtype).eps * size
+
+
+def _check_constants(c: dict[str, Any]) -> None:
+    """Refuse constants that the method cannot run with."""
+
+    def refuse(name: str, rule: str) -> None:
+        raise ValueError(f"`IVSP({name}={c[name]!r})` must be {rule}.")
+
+    for name, value in c.items():
+        if name not in ("smoothing", "fixed_L", "q") and not (isinstance(value, (int, float)) and math.isfinite(value)):
+            refuse(name, "a finite number")
+    for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
+        if c[name] <= 0:
+            refuse(name, "positive")
+    for name in ("L_xy", "L_yy", "B_R"):
+        if c[name] < 0:
+            refuse(name, "nonnegative")
+    for name in ("block", "max_trials", "max_inner"):
+        if c[name] != int(c[name]) or c[name] < 1:
+            refuse(name, "a positive whole number")
+    if not 0.0 < c["r"] < 1.0:
+        refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
+    if not 0.0 < c["theta_hat"] < 2.0:
+        refuse("theta_hat", "between 0 and 2")
+    if c["fixed_L"] is not None and not 0.0 < c["fixed_L"] < math.inf:
+        refuse("fixed_L", "positive and finite, or None for the line search")
+    if c["smoothing"] not in ("huber", "softplus"):
+        refuse("smoothing", '"huber" or "softplus"')
+    if c["L_min"] > c["L_max"]:
+        refuse("L_min", f"at most L_max={c['L_max']!r}")
+    try:
+        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+    except ValueError as error:
+        raise ValueError(f"`IVSP`: {error}") from None
+    if not math.isfinite(c["q"]) or c["q"] <= 0:
+        refuse("q", "positive and finite, or None for 1/r + 0.01")
+    if c["q"] <= 1 / c["r"]:
+        warnings.warn(
+            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its rate is proved only for q > 1/r.",
+            stacklevel=4,
+        )
