@@ -39,7 +39,8 @@ class CertificateReport(Callback):
         rows = self.certificate.rows() if self.certificate is not None else []
         optimizer = trainer.optimizers[0]
         assert isinstance(optimizer, BilevelOptimizer)
-        self._print(f"{type(optimizer).__name__} on {type(pl_module).__name__}", rows + _run(optimizer.memory))
+        title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
+        self._print(title, [*_validation(trainer), *rows, *_run(optimizer.memory)])
         if self.certificate is not None:
             residuals = {
                 "bilevel/kkt_stationarity": self.certificate.stationarity,
@@ -53,6 +54,12 @@ class CertificateReport(Callback):
     @rank_zero_only
     def _print(self, title: str, rows: list[tuple[str, str]]) -> None:
         print(f"\n{table(title, rows)}")
+
+
+def _validation(trainer: Trainer) -> list[tuple[str, str]]:
+    """What the module itself has logged last, such as a validation loss."""
+    metrics = sorted(trainer.callback_metrics.items())
+    return [(name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")]
 
 
 def _run(memory: dict[str, Any]) -> list[tuple[str, str]]:

@@ -75,6 +75,13 @@ class Repeated:
     def __iter__(self) -> Iterator[Any]:
         return repeat(self.batch, self.length)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that a run can resume in the middle of an epoch: its batches are all the same."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore nothing, see :meth:`state_dict`."""
+
 
 class FullBatchDataModule(LightningDataModule):
     """Hands out the same full batch at each step: one batch is one outer iteration.

@@ -74,7 +74,7 @@ class SineProblem(BilevelModule):
 
     def errors(self) -> dict[str, float]:
         """Return the normalised errors in x and y."""
-        x_error = abs(float(self.x) - self.x_star) / max(abs(self.x_star), 1.0)
+        x_error = abs(float(self.x.detach()) - self.x_star) / max(abs(self.x_star), 1.0)
         y_error = torch.linalg.vector_norm(self.y.detach().cpu().double() - self.y_star)
         return {"x_error": x_error, "y_error": float(y_error / max(float(torch.linalg.vector_norm(self.y_star)), 1.0))}
 

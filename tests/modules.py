@@ -1,0 +1,79 @@
+"""Small bilevel modules with data, for the tests of the Lightning side."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_bilevel import IVSP, BilevelModule, Box, FullBatchDataModule
+
+PAPER = partial(IVSP, mu0=9e-3, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_xy=1000**0.5, L_yy=1.0)
+MILD = partial(IVSP, mu0=0.1, gamma0=1.0, zeta_bar=0.1, rho=0.1, sigma=1.0, L_yy=5.0)
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Points of three classes in the plane, with their indices."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (count,), generator=generator)
+    centers = torch.tensor([[0.0, 2.0], [2.0, -1.0], [-2.0, -1.0]])
+    return centers[labels] + torch.randn(count, 2, generator=generator), labels, torch.arange(count)
+
+
+class Weighting(BilevelModule):
+    """One weight per training sample above, a linear classifier below."""
+
+    def __init__(self, count: int = 30, solver: Any = MILD, seed: int = 0, **declared: Any) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.logits = nn.Parameter(torch.zeros(count))
+        self.classifier = nn.Linear(2, 3)
+        sets = {"upper_set": Box(-5, 5), "lower_set": Box(-5, 5)}
+        self.declare(upper=self.logits, lower=self.classifier, solver=solver, **{**sets, **declared})
+
+    def upper_loss(self, batch: Any) -> Tensor:
+        inputs, labels, _ = batch
+        return cross_entropy(self.classifier(inputs), labels)
+
+    def lower_loss(self, batch: Any) -> Tensor:
+        inputs, labels, index = batch
+        return (self.logits[index].sigmoid() * cross_entropy(self.classifier(inputs), labels, reduction="none")).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.upper_loss(batch), batch_size=len(batch[0]))
+
+
+class Encoded(BilevelModule):
+    """A shared encoder above, a linear head below; the encoder part of g is declared or not."""
+
+    def __init__(self, solver: Any = MILD) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+        self.head = nn.Linear(4, 3)
+        self.encoded = 0
+        self.declare(upper=self.encoder, lower=self.head, upper_set=Box(-9, 9), lower_set=Box(-9, 9), solver=solver)
+
+    def upper_loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self.head(self.encoder(batch[0])), batch[1])
+
+    def lower_loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self.head(self.encoder(batch[0])), batch[1])
+
+
+class EncodedOnce(Encoded):
+    """The same, with the encoder part of g declared."""
+
+    def lower_features(self, batch: Any) -> Tensor:
+        self.encoded += 1
+        return self.encoder(batch[0])
+
+    def lower_loss(self, batch: Any, features: Tensor) -> Tensor:  # type: ignore[override]
+        return cross_entropy(self.head(features), batch[1])
+
+
+def weighting_data(epoch_length: int = 10, count: int = 30) -> FullBatchDataModule:
+    return FullBatchDataModule(samples(20, 1), samples(count, 2), validation=samples(20, 3), epoch_length=epoch_length)

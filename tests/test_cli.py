@@ -1,0 +1,122 @@
+"""The command line, as a user calls it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_trainer import events
+
+from lightning_bilevel.cli import main
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "synthetic" / "ivsp.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+
+
+def fit(tmp_path: Path, *args: str, config: Path = CONFIG) -> None:
+    main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *args])
+
+
+def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+    printed = capsys.readouterr().out
+    rows = {line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in printed.splitlines() if "  " in line}
+    assert float(rows["x_error"]) <= 1.0e-3
+    assert float(rows["y_error"]) <= 1.0e-6
+    assert all(float(rows[f"KKT {name}"]) < 1e-3 for name in ("stationarity", "feasibility", "complementarity"))
+    assert rows["penalty updates"] == "3"
+    assert rows["outer iterations"] == "2000"
+    log = next(tmp_path.rglob("events.out.tfevents*"))
+    assert "bilevel/moreau_gap" in events(log.parent).Tags()["scalars"]
+    assert yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"] == 1000
+
+
+def test_validate_and_test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("validate", "test"):
+        main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}"])
+        assert "x_error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--model.solver.init_args.rhoo=1", "rhoo"),
+        ("--model.solver=IVPS", "IVPS"),
+        ("--model.solver.init_args.rho=high", "high"),
+        ("--model.solver.init_args.smoothing=round", "round"),
+        ("--model=SinProblem", "SinProblem"),
+        ("--trainer.maxsteps=3", "maxsteps"),
+        ("--data.init_args.epoch_lenght=3", "epoch_lenght"),
+    ],
+)
+def test_a_wrong_key_or_type_is_named_at_parsing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, change)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--model.solver.init_args.rho=2.0", "`rho=2.0` must be smaller than 1/sigma = 1"),
+        ("--model.solver.init_args.mu0=-1", "`IVSP(mu0=-1.0)` must be positive"),
+        ("--model.init_args.n=0", "`SineProblem(n=0)` must be at least 1"),
+        ("--data.init_args.epoch_length=0", "`FullBatchDataModule(epoch_length=0)` must be at least 1"),
+        ("--trainer.precision=bf16-mixed", "is not supported: the Moreau gap"),
+        ("--certificate.tolerance=-1", "`CertificateReport(tolerance=-1.0)` must be positive"),
+    ],
+)
+def test_a_wrong_value_ends_with_its_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, change)
+    assert stop.value.code in (1, 2)
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    import inspect
+
+    from lightning_bilevel import IVSP
+
+    with pytest.raises(SystemExit):
+        main(["fit", "--model=SineProblem", "--model.solver.help=IVSP"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in list(inspect.signature(IVSP.__init__).parameters)[2:]:
+        option = (
+            text.split(f"--model.solver.init_args.{name} ")[-1] if f"init_args.{name} " in text else text.split(f".{name} ")[-1]
+        )
+        words = option.split("(type:")[0]
+        assert len(words.split()) > 3, name
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "lightning-bilevel"
+    if not command.exists():
+        pytest.skip("the package is not installed in this environment")
+    result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "fit" in result.stdout
+
+
+def test_configs_name_only_arguments_that_exist(tmp_path: Path) -> None:
+    configs = sorted((ROOT / "configs").rglob("*.yaml"))
+    assert configs
+    for config in configs:
+        data: dict[str, Any] = yaml.safe_load(config.read_text())
+        assert data["model"]["class_path"]
+        fit(tmp_path, "--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false", config=config)
