@@ -127,7 +127,7 @@ def certify(
         tolerance: Up to which the proximal point is computed; None is what the dtype allows comfortably.
         qualification: What is known about the constraint qualification, in words.
     """
-    calls = problem.calls
+    calls, x, y = problem.calls, x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
     upper = problem.upper(x, y)

@@ -25,6 +25,12 @@ __all__ = ["Envelope", "InnerLoopError", "MoreauPoint", "evaluate_gap", "gradien
 # A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
 _DIVERGED = 10.0
 _MAX_HALVINGS = 60
+# So many iterations without a new smallest residual are looked into.
+_STALLED = 100
+# A gradient is exact up to some tens of roundings of its largest terms.
+_NOISE = 50.0
+# A shorter step keeps clear of points where g is not defined; after so many attempts it is the start that is too near to them.
+_MAX_UNDEFINED = 3
 
 
 class InnerLoopError(BilevelError):
@@ -111,8 +117,8 @@ def inexact_prox(
         z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
         \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
 
-    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold says that L_yy is too small for g here: the step
-    is then halved and the loop starts again.
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls while the curvature is above
+    :math:`1/\eta`, says that L_yy is too small for g here: the step is then halved and the loop starts again.
 
     Args:
         lower: g(x, .).
@@ -128,26 +134,40 @@ def inexact_prox(
     Returns:
         The point, and how often the step has been halved.
     """
-    start, first, done = z, math.inf, 0
-    eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
+    start, eta = z, 0.5**halvings / (L_yy + 1 / envelope.rho)
+    first = best = math.inf
+    previous: tuple[Tensor, Tensor] | None = None
+    done = since_best = undefined = 0
     tolerance = math.sqrt(2 * envelope.modulus * zeta)
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
-            direction = lower.gradient(z) + (z - y) / envelope.rho
+            slope = lower.gradient(z)
         except NonFiniteError:
-            if z is start:
+            undefined += 1
+            if z is start or undefined > _MAX_UNDEFINED:
                 raise
-            residual = math.inf
+            too_long = True
         else:
+            direction = slope + (z - y) / envelope.rho
             new = lower_set.project(z - eta * direction)
             residual = norm(z - new) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
-        if residual <= _DIVERGED * first:
-            z, first = new, residual if z is start else first
-        else:
-            halvings, eta, z, first = halvings + 1, eta / 2, start, math.inf
+            since_best = 0 if residual < best else since_best + 1
+            first, best = (residual if z is start else first), min(residual, best)
+            too_long = not residual <= _DIVERGED * first
+            if since_best >= _STALLED and not too_long:
+                # A right step makes the residual fall every time. Either it is wrong, and g more curved than it allows for,
+                # or the residual is what rounding leaves of two terms that cancel.
+                too_long = previous is not None and _curvature(z, direction, *previous) * eta > 1.0 + 1e-3
+                if not too_long and residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
+                    return new, halvings
+                since_best = 0
+            previous, z = (z, direction), new
+        if too_long:
+            halvings, eta, z = halvings + 1, eta / 2, start
+            first, best, previous, since_best = math.inf, math.inf, None, 0
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
         f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
@@ -186,25 +206,32 @@ def precise_prox(
     :math:`d = z^+ - z`, a step :math:`\eta` is kept if
     :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
     :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
-    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when the dtype resolves no smaller step.
+    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when rounding leaves no more.
     """
     z, eta = y, rho
-    slope = lower.gradient(z)
+    slope = direction = lower.gradient(z)
+    noise = _NOISE * torch.finfo(y.dtype).eps
     for _ in range(max_iterations):
-        new = lower_set.project(torch.add(z, slope, alpha=-eta))
-        step = new - z
-        length = norm(step)
-        if length <= tolerance * eta or length <= _rounding(z):
+        new = lower_set.project(z - eta * direction)
+        length = norm(new - z)
+        if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
             return z
-        new_slope = lower.gradient(new) + (new - y) / rho
-        if dot(new_slope - slope, step) <= length**2 / eta:
-            z, slope = new, new_slope
+        new_slope = lower.gradient(new)
+        new_direction = new_slope + (new - y) / rho
+        if _curvature(new, new_direction, z, direction) <= 1 / eta:
+            z, slope, direction = new, new_slope, new_direction
         else:
             eta /= 2
     raise InnerLoopError(
         f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
         f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
     )
+
+
+def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
+    """The curvature of psi between two points, <difference of slopes, step> / |step|^2."""
+    step = z - previous_z
+    return dot(slope - previous_slope, step) / max(dot(step, step), 1e-300)
 
 
 def _rounding(z: Tensor) -> float:

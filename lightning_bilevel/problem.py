@@ -138,7 +138,7 @@ class BilevelProblem:
             inner.encoders = [lambda u, encode=encode: encode(upper * u) for encode in self.encoders]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
-        inner.units = (upper, lower)
+        inner.units = (self.units[0] * upper, self.units[1] * lower)
         inner.calls = Calls()
         return inner
 
@@ -210,7 +210,8 @@ class BilevelProblem:
         assert total is not None
         if self.reduce is not None:
             total = self.reduce(total)
-            grads = [None if grad is None else self.reduce(grad) for grad in grads]
+            # A rank whose share does not depend on an input still takes part in the sum over that gradient.
+            grads = [self.reduce(torch.zeros_like(v) if g is None else g) for g, v in zip(grads, inputs, strict=True)]
         known = [grad for grad in grads if grad is not None]
         # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way).
         numbers = torch.cat([total, *(grad.sum(dtype=torch.float64).reshape(1) for grad in known)]).tolist()

@@ -93,10 +93,10 @@ class Box:
 
     def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key = (v.dtype, v.device)
+        for bound in (self.lower, self.upper):
+            if bound.ndim and bound.numel() != v.numel():
+                raise ValueError(f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates.")
         if key not in self._seen:
-            for bound in (self.lower, self.upper):
-                if bound.ndim and bound.numel() != v.numel():
-                    raise ValueError(f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates.")
             lower, upper = (b.reshape(-1) if b.ndim else b for b in (self.lower, self.upper))
             self._seen[key] = lower.to(v), upper.to(v)
         return self._seen[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,8 +26,8 @@ class StepInfo:
 
     Attributes:
         iteration: The number of the iteration, from 1.
-        upper: f at the new point.
-        lower: g(x, y) at the new point.
+        upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
+        lower: g(x, y), likewise.
         step: :math:`\|w^{k+1} - w^k\|`.
         inner_iterations: Gradient steps on the lower level.
         calls: Evaluations of f and g.
@@ -63,13 +63,14 @@ class BilevelOptimizer(Optimizer, ABC):
 
     Args:
         params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]``.
-        defaults: The hyper-parameters: numbers, strings and None only, so that checkpoints load with ``weights_only``.
+        defaults: The hyper-parameters: numbers, strings, None and tuples of numbers only, so that checkpoints load with
+            ``weights_only``.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(_check_levels(type(self).__name__, params), defaults)
         self._forget()
-        self.memory.update(iteration=0, inner_iterations=0, optimization_time=0.0)
+        self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -125,8 +126,8 @@ class BilevelOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 closure()
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
-        unchanged = self._point is not None and self._point[0] is problem and self._versions() == self._point[1]
-        x, y = (self._point[2], self._point[3]) if unchanged and self._point else self._start(problem)
+        unchanged = self._point is not None and self._point[0] is problem and self._is_written(problem, *self._point[1:])
+        x, y = self._point[1:] if unchanged and self._point else self._start(problem)
         try:
             x, y, facts = self.advance(problem, x, y, unchanged)
         except BilevelError as error:
@@ -135,6 +136,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._write(problem, x, y)
         memory["iteration"] += 1
         memory["inner_iterations"] += facts["inner_iterations"]
+        memory["passes"] += (problem.calls - calls).passes
         memory["optimization_time"] += time.perf_counter() - began
         return self.record(
             iteration=memory["iteration"],
@@ -148,37 +150,53 @@ class BilevelOptimizer(Optimizer, ABC):
         self._forget()
 
     def _forget(self) -> None:
-        # (problem, versions of the parameters, x, y) after the last step. A parameter's version counts its in-place
-        # changes, so a point that someone else wrote is noticed without comparing the numbers.
-        self._point: tuple[BilevelProblem, list[int], Tensor, Tensor] | None = None
+        # (problem, x, y) after the last step.
+        self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
 
-    def _versions(self) -> list[int]:
-        return [p._version for group in self.param_groups for p in group["params"]]
+    def _blocks(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters, each with its part of x or y."""
+        for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
+            vector = vector if unit == 1.0 else vector * unit
+            blocks = torch.split(vector, [p.numel() for p in group["params"]])
+            for parameter, block in zip(group["params"], blocks, strict=True):
+                yield parameter, block.view_as(parameter)
+
+    def _is_written(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> bool:
+        return all(torch.equal(parameter, block) for parameter, block in self._blocks(problem, x, y))
 
     def _start(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+        """Read x and y from the parameters, and into their sets if they are outside."""
         point = []
         levels = zip(self.param_groups, (problem.upper_set, problem.lower_set), problem.units, strict=True)
         for group, convex_set, unit in levels:
-            given = torch.cat([p.detach().reshape(-1) for p in group["params"]]) / unit
+            given = torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            saved = self.memory.get(f"{group['level']}_in_units")
+            if saved is not None and torch.equal(saved * unit, given):
+                point.append(saved)
+                continue
+            given = given / unit
             projected = convex_set.project(given)
             moved = norm(projected - given)
-            size = norm(given)
-            if moved > 1e2 * torch.finfo(given.dtype).eps * size:
-                warnings.warn(
-                    f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, which moved it by "
-                    f"{moved * unit:.3g}.",
-                    stacklevel=3,
-                )
+            # A point that was projected before may move by a rounding: a resumed run goes on from where it was.
+            if moved <= 1e2 * torch.finfo(given.dtype).eps * norm(given):
+                point.append(given)
+                continue
+            warnings.warn(
+                f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, which moved it by "
+                f"{moved * unit:.3g}.",
+                stacklevel=3,
+            )
             point.append(projected)
         return point[0], point[1]
 
     def _write(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
+        for parameter, block in self._blocks(problem, x, y):
+            parameter.copy_(block)
         for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
-            parameters = group["params"]
-            blocks = torch.split(vector if unit == 1.0 else vector * unit, [p.numel() for p in parameters])
-            for parameter, block in zip(parameters, blocks, strict=True):
-                parameter.copy_(block.view_as(parameter))
-        self._point = (problem, self._versions(), x, y)
+            if unit != 1.0:
+                # Dividing the parameters by the unit would round once more: a resumed run needs the vector itself.
+                self.memory[f"{group['level']}_in_units"] = vector
+        self._point = (problem, x, y)
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

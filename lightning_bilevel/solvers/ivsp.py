@@ -189,9 +189,9 @@ class IVSP(BilevelOptimizer):
         max_trials: int = 100,
         max_inner: int = 10_000,
     ) -> None:
-        q = 1 / r + 0.01 if q is None and 0.0 < r < 1.0 else q
         given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         _check_constants(given)
+        given["q"] = 1 / r + 0.01 if q is None else q
         super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
         self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
         self._known: _Point | None = None
@@ -346,9 +346,15 @@ def _check_constants(c: dict[str, Any]) -> None:
     def refuse(name: str, rule: str) -> None:
         raise ValueError(f"`IVSP({name}={c[name]!r})` must be {rule}.")
 
+    def finite(value: Any) -> bool:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
     for name, value in c.items():
-        if name not in ("smoothing", "fixed_L", "q") and not (isinstance(value, (int, float)) and math.isfinite(value)):
+        if name not in ("smoothing", "fixed_L", "q") and not finite(value):
             refuse(name, "a finite number")
+    for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
+        if c[name] is not None and not (finite(c[name]) and c[name] > 0):
+            refuse(name, f"positive and finite, or None for {otherwise}")
     for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
         if c[name] <= 0:
             refuse(name, "positive")
@@ -362,8 +368,6 @@ def _check_constants(c: dict[str, Any]) -> None:
         refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
     if not 0.0 < c["theta_hat"] < 2.0:
         refuse("theta_hat", "between 0 and 2")
-    if c["fixed_L"] is not None and not 0.0 < c["fixed_L"] < math.inf:
-        refuse("fixed_L", "positive and finite, or None for the line search")
     if c["smoothing"] not in ("huber", "softplus"):
         refuse("smoothing", '"huber" or "softplus"')
     if c["L_min"] > c["L_max"]:
@@ -372,9 +376,7 @@ def _check_constants(c: dict[str, Any]) -> None:
         Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
     except ValueError as error:
         raise ValueError(f"`IVSP`: {error}") from None
-    if not math.isfinite(c["q"]) or c["q"] <= 0:
-        refuse("q", "positive and finite, or None for 1/r + 0.01")
-    if c["q"] <= 1 / c["r"]:
+    if c["q"] is not None and c["q"] <= 1 / c["r"]:
         warnings.warn(
             f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its rate is proved only for q > 1/r.",
             stacklevel=4,

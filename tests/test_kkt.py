@@ -1,0 +1,219 @@
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import reference
+import torch
+from helpers import PROBLEMS, Problem, exact_residuals, random_problem
+from torch import Tensor
+
+from lightning_bilevel.kkt import Certificate, certify, least_squares_multiplier, table
+from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.problem import BilevelProblem, Calls
+
+every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+CASES = [(seed, *shape) for seed in range(5) for shape in ((3, 5, 5.0), (4, 8, 0.5))]
+
+
+@every_problem
+class TestKnownSolutions:
+    def test_the_residuals_vanish(self, problem: Problem) -> None:
+        certificate = certify(problem.build(), *problem.at("solution"), problem.envelope, multiplier=problem.multiplier)
+        assert certificate.kkt < 1e-7
+        assert certificate.own_multiplier
+
+    def test_the_least_squares_multiplier_is_the_known_one(self, problem: Problem) -> None:
+        certificate = certify(problem.build(), *problem.at("solution"), problem.envelope)
+        assert certificate.multiplier == pytest.approx(problem.multiplier, abs=1e-6)
+        assert certificate.kkt < 1e-6
+        assert not certificate.own_multiplier
+
+    def test_they_do_not_vanish_elsewhere(self, problem: Problem) -> None:
+        built, (x, y) = problem.build(), problem.at("solution")
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            x_near = built.upper_set.project(x + 0.02 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
+            y_near = built.lower_set.project(y + 0.02 * torch.randn(y.shape, generator=generator, dtype=y.dtype))
+            assert certify(built, x_near, y_near, problem.envelope, multiplier=problem.multiplier).kkt > 1e-3
+
+    def test_a_wrong_multiplier_shows(self, problem: Problem) -> None:
+        built, point = problem.build(), problem.at("solution")
+        assert certify(built, *point, problem.envelope, multiplier=problem.multiplier + 1.0).kkt > 1e-3
+
+    def test_the_bounds_hold(self, problem: Problem) -> None:
+        certificate = certify(problem.build(), *problem.at("solution"), problem.envelope)
+        assert certificate.prox_distance <= certificate.distance_bound
+        assert certificate.prox_stationarity <= certificate.stationarity_bound
+
+    def test_float32_agrees_up_to_its_rounding(self, problem: Problem) -> None:
+        single = certify(problem.build(), *problem.at("solution", torch.float32), problem.envelope, multiplier=problem.multiplier)
+        assert single.kkt < 2e-3
+        assert single.tolerance == 1e-5
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("multiplier", [0.0, 0.3, 20.0])
+def test_residuals_equal_the_reference(case: tuple[int, int, int, float], multiplier: float) -> None:
+    problem, functions, x, y, constants = random_problem(*case)
+    envelope = Envelope(rho=0.5 / constants["sigma"], sigma=constants["sigma"], delta=0.05)
+    got = certify(problem, x, y, envelope, multiplier=multiplier)
+    distance = reference.box_distance(case[-1])
+    expected = reference.exact_kkt(
+        functions, x.numpy(), y.numpy(), multiplier, envelope.rho, envelope.delta, (distance, distance), tolerance=1e-9
+    )
+    assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(expected, rel=1e-7, abs=1e-8)
+    assert got.upper == pytest.approx(functions.f(x.numpy(), y.numpy()))
+    assert got.lower == pytest.approx(functions.g(x.numpy(), y.numpy()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, float]) -> None:
+    problem, functions, x, y, constants = random_problem(*case)
+    # At the bounds the normal cone matters: the distance is then only piecewise smooth in the multiplier.
+    x, y = problem.upper_set.project(3 * x), problem.lower_set.project(3 * y)
+    envelope = Envelope(rho=0.5 / constants["sigma"], sigma=constants["sigma"], delta=0.05)
+    best = certify(problem, x, y, envelope)
+    z = reference.prox(functions, x.numpy(), y.numpy(), envelope.rho, 1e-9)
+    Rx, Ry = reference.gap_gradient(functions, x.numpy(), y.numpy(), z, envelope.rho)
+    fx, fy = functions.fx(x.numpy(), y.numpy()), functions.fy(x.numpy(), y.numpy())
+    distance = reference.box_distance(case[-1])
+    multipliers = np.linspace(0.0, 2 * best.multiplier + 10.0, 2001)
+    grid = [np.hypot(distance(x.numpy(), fx + m * Rx), distance(y.numpy(), fy + m * Ry)) for m in multipliers]
+    assert best.stationarity <= min(grid) + 1e-9
+    assert best.multiplier >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("stationarity", "expected"),
+    [
+        (lambda m: abs(m - 7.5), 7.5),
+        (lambda m: abs(m - 1e-3), 1e-3),
+        (lambda m: abs(m - 54321.0), 54321.0),
+        (lambda m: math.hypot(m - 3.0, 4.0), 3.0),
+        (lambda m: m + 1.0, 0.0),
+        (lambda m: 2.0, 0.0),  # R has no gradient: every multiplier serves, and the smallest is meant
+        (lambda m: max(5.0 - m, 0.0), 5.0),  # a whole half-line of minimisers
+    ],
+)
+def test_least_squares_multiplier_of_known_functions(stationarity, expected: float) -> None:
+    assert least_squares_multiplier(stationarity) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_an_evaluation_is_not_counted() -> None:
+    problem = PROBLEMS[0]
+    built = problem.build()
+    certify(built, *problem.at(), problem.envelope)
+    assert built.calls == Calls()
+
+
+def test_a_more_careful_evaluation_is_more_accurate() -> None:
+    problem = PROBLEMS[-1]
+    x, y = problem.at("solution")
+    errors = []
+    for tolerance in (1e-2, 1e-5, 1e-9):
+        certificate = certify(problem.build(), x, y, problem.envelope, multiplier=problem.multiplier, tolerance=tolerance)
+        assert certificate.tolerance == tolerance
+        errors.append(certificate.kkt)
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_fields_of_a_certificate_by_hand() -> None:
+    # g = (y - x)^2 / 2 with rho = 1: z is the middle of x and y, R = (y - x)^2 / 4 - delta.
+    problem = BilevelProblem(lambda x, y: x.sum() + 3 * y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    x, y = torch.tensor([1.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
+    got = certify(problem, x, y, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0, qualification="because")
+    # grad R = (-(y - x)/2, (y - x)/2) = (-1, 1): grad f + 2 grad R = (-1, 5)
+    assert got.stationarity == pytest.approx(math.hypot(1.0, 5.0))
+    assert got.residual == pytest.approx(0.75)
+    assert got.feasibility == pytest.approx(0.75)
+    assert got.complementarity == pytest.approx(1.5)
+    assert got.kkt == got.stationarity
+    assert (got.upper, got.lower) == pytest.approx((10.0, 2.0))
+    assert (got.prox_distance, got.prox_stationarity) == pytest.approx((1.0, 1.0))
+    assert (got.distance_bound, got.stationarity_bound) == pytest.approx((math.sqrt(0.5), math.sqrt(0.5)))
+    assert (got.rho, got.sigma, got.delta, got.qualification, got.multiplier) == (1.0, 0.0, 0.25, "because", 2.0)
+    slack = certify(problem, x, x, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0)
+    assert (slack.residual, slack.feasibility, slack.complementarity) == pytest.approx((-0.25, 0.0, 0.5))
+
+
+class TestTable:
+    def certificate(self, multiplier: float | None = None) -> Certificate:
+        problem = PROBLEMS[0]
+        return certify(problem.build(), *problem.at(), problem.envelope, multiplier=multiplier, qualification="not known")
+
+    def test_prints_all_rows(self) -> None:
+        certificate = self.certificate()
+        lines = str(certificate).splitlines()
+        names = [
+            "KKT stationarity",
+            "KKT feasibility",
+            "KKT complementarity",
+            "multiplier",
+            "Moreau gap R",
+            "upper level f",
+            "lower level g",
+            "|y - z|",
+            "lower-level stationarity",
+            "relaxation",
+            "constraint qualification",
+        ]
+        assert lines[0].startswith("certificate ---")
+        assert len(lines) == len(names) + 2
+        for name, line, (_, text) in zip(names, lines[1:-1], certificate.rows(), strict=True):
+            assert line.startswith(name + " ")
+            assert line.rstrip().endswith(text)
+        assert set(lines[-1]) == {"-"}
+        assert len(lines[0]) == len(lines[-1]) == max(map(len, lines))
+
+    def test_shows_the_numbers_and_the_origin_of_the_multiplier(self) -> None:
+        own, least = self.certificate(3.25), self.certificate()
+        assert dict(own.rows())["multiplier"] == "3.25 (of the solver)"
+        assert dict(least.rows())["multiplier"].endswith("(least squares)")
+        assert dict(own.rows())["KKT stationarity"] == f"{own.stationarity:.3e}"
+        assert dict(own.rows())["Moreau gap R"] == f"{own.residual:.3e}"
+        assert dict(own.rows())["relaxation"] == "delta = 0.01, rho = 1, sigma = 0"
+
+    def test_layout(self) -> None:
+        assert table("title", [("a", "1"), ("bcd", "22")]) == "title -\na    1\nbcd  22\n-------"
+
+    def test_as_dict_is_json(self) -> None:
+        certificate = self.certificate()
+        again = Certificate(**json.loads(json.dumps(certificate.as_dict())))
+        assert again == certificate
+        assert set(certificate.as_dict()) == {field.name for field in dataclasses.fields(Certificate)}
+
+
+def test_certify_does_not_need_gradients_to_be_enabled() -> None:
+    problem = PROBLEMS[0]
+    point: tuple[Tensor, Tensor] = problem.at()
+    with torch.no_grad():
+        inside = certify(problem.build(), *point, problem.envelope)
+    assert inside == certify(problem.build(), *point, problem.envelope)
+
+
+@pytest.fixture
+def _every_warning() -> Iterator[None]:
+    """Let torch repeat the warnings that it gives once per process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("_every_warning")
+@every_problem
+def test_parameters_may_be_given(problem: Problem) -> None:
+    x, y = problem.at()
+    expected = certify(problem.build(), x, y, problem.envelope)
+    assert certify(problem.build(), torch.nn.Parameter(x), torch.nn.Parameter(y), problem.envelope) == expected
+
+
+@every_problem
+def test_residuals_equal_a_separate_computation(problem: Problem) -> None:
+    x, y = problem.at()
+    for multiplier in (0.0, 0.7, 12.0):
+        got = certify(problem.build(), x, y, problem.envelope, multiplier=multiplier)
+        expected = exact_residuals(problem, x, y, multiplier)
+        assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -1,0 +1,207 @@
+import io
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import PROBLEMS, SOLVERS, Problem, Solver, groups, make_ivsp, point_of, solved
+from torch import Tensor
+
+from lightning_bilevel import IVSP, BilevelError, BilevelOptimizer, BilevelProblem, Box, Envelope, StepInfo, certify, solve
+
+every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=str)
+by_name = {problem.name: problem for problem in PROBLEMS}
+
+
+# ---------------------------------------------------------------- every solver on every problem
+
+
+@every_problem
+@every_solver
+class TestContract:
+    def test_ends_where_it_says(self, solver: Solver, problem: Problem) -> None:
+        solution = solved(solver, problem)
+        assert len(solution.history) == problem.steps
+        if solver.kkt is not None:
+            assert solution.certificate is not None
+            assert solution.certificate.kkt < solver.kkt
+            for got, expected in zip((solution.x, solution.y), problem.at("solution"), strict=True):
+                assert (got - expected).norm() < 10 * solver.kkt
+
+    def test_stays_in_the_sets(self, solver: Solver, problem: Problem) -> None:
+        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
+        for _ in range(10):
+            optimizer.step(problem=built)
+            for convex_set, v in zip((built.upper_set, built.lower_set), point_of(optimizer), strict=True):
+                assert (convex_set.project(v) - v).norm() <= 1e-14 * (1 + v.norm())
+
+    def test_makes_the_passes_that_it_states(self, solver: Solver, problem: Problem) -> None:
+        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
+        for _ in range(5):
+            before = built.calls
+            info = optimizer.step(problem=built)
+            assert info.calls == built.calls - before
+            if solver.passes is not None and info.iteration > 1:
+                assert info.calls.passes == solver.passes
+
+    def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
+        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
+        kinds = []
+        for _ in range(3):
+            optimizer.step(problem=built)
+            kinds.append({name: type(value) for name, value in optimizer.state_dict()["state"][0].items()})
+        assert kinds[0] == kinds[1] == kinds[2]
+        assert set(kinds[0].values()) <= {Tensor, int, float, bool}
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+    def test_resumes_bitwise(self, solver: Solver, problem: Problem, dtype: torch.dtype) -> None:
+        straight, built = solver.make(problem)(groups(*problem.at(dtype=dtype))), problem.build()
+        for _ in range(4):
+            straight.step(problem=built)
+        file = io.BytesIO()
+        torch.save(straight.state_dict(), file)
+        file.seek(0)
+        resumed, other = solver.make(problem)(groups(*point_of(straight))), problem.build()
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        for _ in range(4):
+            expected, got = straight.step(problem=built), resumed.step(problem=other)
+            assert got.upper == expected.upper
+            assert got.iteration == expected.iteration
+            assert all(torch.equal(a, b) for a, b in zip(point_of(resumed), point_of(straight), strict=True))
+
+
+# ---------------------------------------------------------------- solve
+
+
+class Halving(BilevelOptimizer):
+    """A method without envelope or multiplier: it halves x and y."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        value = problem.upper(x, y).value
+        return x / 2, y / 2, {"upper": value, "lower": 0.0, "step": 0.0, "inner_iterations": 0}
+
+    def record(self, **known: Any) -> StepInfo:
+        return StepInfo(**known)
+
+
+def test_is_the_loop_around_a_solver() -> None:
+    problem = by_name["sine"]
+    x0, y0 = problem.at()
+    solution = solve(problem.build(), x0, y0, make_ivsp(problem), max_steps=12)
+    optimizer, built = make_ivsp(problem)(groups(x0, y0)), problem.build()
+    for expected in solution.history:
+        info = optimizer.step(problem=built)
+        assert (info.iteration, info.upper, info.step, info.calls) == (
+            expected.iteration,
+            expected.upper,
+            expected.step,
+            expected.calls,
+        )
+    assert len(solution.history) == 12
+    assert torch.equal(solution.x, point_of(optimizer)[0])
+    assert torch.equal(solution.y, point_of(optimizer)[1])
+    assert solution.certificate == certify(built, solution.x, solution.y, problem.envelope, multiplier=optimizer.multiplier)
+    assert not solution.x.requires_grad
+
+
+def test_does_not_change_the_start() -> None:
+    problem = by_name["quadratic"]
+    x0, y0 = problem.at()
+    copies = x0.clone(), y0.clone()
+    solve(problem.build(), x0, y0, make_ivsp(problem), max_steps=2)
+    assert torch.equal(x0, copies[0])
+    assert torch.equal(y0, copies[1])
+    assert not x0.requires_grad
+
+
+def test_a_start_may_be_a_number_a_list_or_a_parameter() -> None:
+    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    solver = partial(IVSP, sigma=0.0)
+    results = [
+        solve(problem, x0, y0, solver, max_steps=3)
+        for x0, y0 in (
+            (0.5, [0.25]),
+            (torch.tensor(0.5), torch.tensor([0.25])),
+            (torch.nn.Parameter(torch.tensor([0.5])), [0.25]),
+        )
+    ]
+    for result in results:
+        assert result.x.shape == result.y.shape == (1,)
+        assert torch.equal(result.x, results[0].x)
+
+
+def test_ivsp_is_the_default() -> None:
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: torch.sin(x + y).sum(), Box(-5, 5), Box(-5, 5)
+    )
+    solution = solve(problem, torch.zeros(1), torch.zeros(2), max_steps=3)
+    assert solution.certificate is not None
+    assert (solution.certificate.rho, solution.certificate.sigma, solution.certificate.delta) == (0.5, 1.0, 1e-3)
+
+
+def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> None:
+    problem = by_name["quadratic"]
+    x0, y0 = problem.at()
+    without = solve(problem.build(), x0, y0, Halving, max_steps=2)
+    assert without.certificate is None
+    assert torch.equal(without.x, x0 / 4)
+    named = solve(problem.build(), x0, y0, Halving, max_steps=2, envelope=problem.envelope)
+    assert named.certificate == certify(problem.build(), x0 / 4, y0 / 4, problem.envelope)
+    assert named.certificate is not None
+    assert not named.certificate.own_multiplier
+
+
+def test_the_named_envelope_and_tolerance_are_those_of_the_certificate() -> None:
+    problem = by_name["quadratic"]
+    envelope = Envelope(rho=0.3, sigma=0.1, delta=0.2)
+    solution = solve(problem.build(), *problem.at(), make_ivsp(problem), max_steps=2, envelope=envelope, tolerance=1e-4)
+    certificate = solution.certificate
+    assert certificate is not None
+    assert (certificate.rho, certificate.sigma, certificate.delta, certificate.tolerance) == (0.3, 0.1, 0.2, 1e-4)
+
+
+def test_a_random_objective_is_refused_before_the_first_step() -> None:
+    problem = by_name["quadratic"]
+    steps = []
+
+    class Watched(Halving):
+        def advance(self, *args: Any) -> Any:
+            steps.append(1)
+            return super().advance(*args)
+
+    noisy = BilevelProblem(lambda x, y: problem.f(x, y) * torch.rand(()), problem.g)
+    with pytest.raises(BilevelError, match="deterministic objective"):
+        solve(noisy, *problem.at(), Watched, max_steps=2)
+    assert not steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keeps_the_dtype_of_the_start(dtype: torch.dtype) -> None:
+    problem = by_name["ball"]
+    solution = solve(problem.build(), *problem.at(dtype=dtype), make_ivsp(problem), max_steps=3)
+    assert solution.x.dtype == solution.y.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 0}, "`solve(max_steps=0)` must be at least 1."),
+        ({"max_steps": -2}, "`solve(max_steps=-2)` must be at least 1."),
+        ({"x0": torch.zeros(2, 2)}, "`solve(x0)` has shape (2, 2): it must be a flat vector of floating-point numbers."),
+        ({"y0": torch.zeros(1, 3)}, "`solve(y0)` has shape (1, 3): it must be a flat vector of floating-point numbers."),
+        (
+            {"x0": torch.zeros(2, dtype=torch.int64)},
+            "`solve(x0)` has dtype torch.int64: it must be a flat vector of floating-point",
+        ),
+        ({"y0": [1, 2]}, "`solve(y0)` has dtype torch.int64: it must be a flat vector of floating-point numbers."),
+    ],
+)
+def test_errors(arguments: dict[str, Any], message: str) -> None:
+    problem = by_name["quadratic"]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
