@@ -1,0 +1,108 @@
+"""F2SA, the fully first-order method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.scalars import norm
+from lightning_bilevel.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
+
+__all__ = ["F2SA"]
+
+Growth = Literal["growing", "constant"]
+
+
+class F2SA(BilevelOptimizer):
+    r"""Fully first-order method (the paper's stochastic approximation, run on full batches).
+
+    It solves :math:`\min_x \min_y \max_z f(x, y) + \lambda_k (g(x, y) - g(x, z))`, the penalty form of the value-function
+    problem, from :math:`z^0 = y^0`. T times within iteration k, and then once:
+
+    .. math::
+        z &\leftarrow P_Y\bigl(z - \gamma_k \nabla_y g(x^k, z)\bigr), \qquad
+          y \leftarrow P_Y\bigl(y - \alpha_k [\nabla_y f(x^k, y) + \lambda_k \nabla_y g(x^k, y)]\bigr) \\
+        x^{k+1} &= P_X\bigl(x^k - \xi \alpha_k [\nabla_x f(x^k, y^{k+1})
+          + \lambda_k (\nabla_x g(x^k, y^{k+1}) - \nabla_x g(x^k, z^{k+1}))]\bigr) \\
+        \lambda_k &= \lambda_0 \alpha_0 / \alpha_k
+
+    Assumption on g: g(x, .) is strongly convex. Guarantee: stationarity of the hyper-objective :math:`f(x, y^*(x))` up to
+    epsilon in :math:`\tilde O(\epsilon^{-3})` iterations. Cost of an iteration: 3T + 3 passes, of which one is saved where f
+    does not depend on x. Upper of the record is f at :math:`x^k` and the y before its last step, lower is g at
+    :math:`(x^k, y^{k+1})`: where the iteration last evaluates them. Its multiplier is :math:`\lambda_k`.
+
+    Args:
+        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        alpha: :math:`\alpha_k`, the step of y, and times xi that of x.
+        gamma: :math:`\gamma_k`, the step of z.
+        xi: :math:`\xi`, the ratio of the steps of x and y.
+        lambda0: :math:`\lambda_0`, the first multiplier.
+        T: The steps of z and y per iteration.
+        multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"`` is
+            :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
+
+    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.schedule.Power`). The defaults are generic.
+
+    References:
+        Kwon, Kwon, Wright, Nowak: A Fully First-Order Method for Stochastic Bilevel Optimization. ICML 2023.
+
+    Notes:
+        The paper that this library follows does not state the growth of the multiplier. ``"growing"`` is the scaling of the
+        method's deterministic theory, a multiplier in proportion to 1/alpha; the constant one is nearly as plausible.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        alpha: float | Power = 0.01,
+        gamma: float | Power = 0.01,
+        xi: float = 1.0,
+        lambda0: float = 1.0,
+        T: int = 1,
+        multiplier: Growth = "growing",
+    ) -> None:
+        given = {"alpha": alpha, "gamma": gamma, "xi": xi, "lambda0": lambda0, "T": T, "multiplier": multiplier}
+        constants = stored(
+            "F2SA",
+            given,
+            schedules=("alpha", "gamma"),
+            positive=("xi", "lambda0"),
+            whole=("T",),
+            choices={"multiplier": get_args(Growth)},
+        )
+        super().__init__(params, {"lr": xi * value_at(constants["alpha"], 0), **constants})
+
+    def record(self, **known: Any) -> MultiplierInfo:
+        return MultiplierInfo(**known)
+
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        c, k, here, X, Y = self.constants, self.memory["iteration"], problem.at(x), problem.upper_set, problem.lower_set
+        alpha, gamma, weight = value_at(c["alpha"], k), value_at(c["gamma"], k), c["lambda0"]
+        if c["multiplier"] == "growing":
+            weight *= value_at(c["alpha"], 0) / alpha  # lambda_k = lambda_0 alpha_0 / alpha_k
+        y_new, z = y, remembered(self, "z", y)
+        for _ in range(c["T"]):
+            z = descend(here, z, gamma, 1, Y)
+            upper, f_y = problem.upper_y(x, y_new)
+            y_new = Y.project(y_new - alpha * (f_y + weight * here.gradient(y_new)))
+        # x moves with the new y and z.
+        lower, gap_x = here.gap_x(y_new, z)
+        x_new = X.project(x - c["xi"] * alpha * (problem.upper_x(x, y_new) + weight * gap_x))
+        self.memory["z"] = z
+        for group in self.param_groups:
+            group["lr"] = c["xi"] * alpha
+        facts = {
+            "upper": upper,
+            "lower": lower,
+            "step": math.hypot(norm(x_new - x), norm(y_new - y)),
+            "inner_iterations": c["T"],
+            "multiplier": weight,
+        }
+        return x_new, y_new, facts

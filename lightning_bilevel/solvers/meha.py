@@ -1,0 +1,116 @@
+"""MEHA, the Moreau-envelope Hessian-free algorithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_bilevel.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.scalars import norm
+from lightning_bilevel.schedule import Power, stored, value_at
+from lightning_bilevel.sets import ConvexSet
+from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.inner import remembered
+
+__all__ = ["MEHA", "bracket_x", "bracket_y", "prox_step"]
+
+_GROWING = Power(1.0, 0.25)
+
+
+def prox_step(lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet) -> Tensor:
+    r"""Return :math:`\theta^+ = P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
+    return lower_set.project(theta - eta * (lower.gradient(theta) + (theta - y) / gamma))
+
+
+def bracket_x(problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float) -> Tensor:
+    r"""Return :math:`d_x = \nabla_x f(x, y)/c + \nabla_x g(x, y) - \nabla_x g(x, \theta)`."""
+    _, gap_x = lower.gap_x(y, theta)
+    return problem.upper_x(lower.x, y) / c + gap_x
+
+
+def bracket_y(
+    problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float, gamma: float
+) -> tuple[Tensor, float, float]:
+    r"""Return :math:`d_y = \nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, with the values of f and g."""
+    f, f_y = problem.upper_y(lower.x, y)
+    g, g_y = lower.value_and_gradient(y)
+    return f_y / c + g_y - (y - theta) / gamma, f, g
+
+
+class MEHA(BilevelOptimizer):
+    r"""Moreau-envelope Hessian-free algorithm.
+
+    It takes gradient steps on the penalised Moreau gap :math:`f/c_k + g - v_\gamma`, where
+    :math:`v_\gamma(x, y) = \min_{\theta \in Y} g(x, \theta) + \|\theta - y\|^2/(2\gamma)` and :math:`\theta` follows the
+    minimiser by one step per iteration, from :math:`\theta^0 = y^0`:
+
+    .. math::
+        \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k) + (\theta^k - y^k)/\gamma]\bigr) \\
+        x^{k+1} &= P_X\bigl(x^k - \alpha_k [\nabla_x f(x^k, y^k)/c_k + \nabla_x g(x^k, y^k)
+          - \nabla_x g(x^k, \theta^{k+1})]\bigr) \\
+        y^{k+1} &= P_Y\bigl(y^k - \beta_k [\nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k)
+          - (y^k - \theta^{k+1})/\gamma]\bigr)
+
+    Assumption on g: g(x, .) is weakly convex (it may be nonconvex). Guarantee: stationarity of the penalised problem and
+    feasibility of the Moreau gap, both up to epsilon, in :math:`O(\epsilon^{-4})` iterations with a growing :math:`c_k`.
+    Cost of an iteration: 6 passes, of which one is saved where f does not depend on x. Upper and lower of the record are f and
+    g at :math:`(x^{k+1}, y^k)`, where the iteration last evaluates them.
+
+    Args:
+        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        alpha: :math:`\alpha_k`, the step of x.
+        beta: :math:`\beta_k`, the step of y.
+        eta: :math:`\eta_k`, the step of :math:`\theta`.
+        gamma: :math:`\gamma`, the proximal parameter; below 1/(weak-convexity modulus of g(x, .)).
+        c: :math:`c_k`, the penalty, which divides f: the larger, the closer the lower level is held to stationarity.
+
+    The steps and c are numbers or schedules (:class:`~lightning_bilevel.schedule.Power`). The defaults are generic: steps
+    that suit functions of curvature about 1, and a slowly growing penalty.
+
+    References:
+        Liu, Liu, Yao, Zeng, Zhang: Moreau Envelope for Nonconvex Bi-Level Optimization: A Single-Loop and Hessian-Free
+        Solution Strategy. ICML 2024.
+
+    Notes:
+        The published toy code multiplies f by :math:`c_k`; the paper divides, as here. The projections are the natural
+        insertion for constrained levels.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        alpha: float | Power = 0.01,
+        beta: float | Power = 0.01,
+        eta: float | Power = 0.01,
+        gamma: float = 1.0,
+        c: float | Power = _GROWING,
+    ) -> None:
+        given = {"alpha": alpha, "beta": beta, "eta": eta, "gamma": gamma, "c": c}
+        constants = stored("MEHA", given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",))
+        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
+        self._lower: LowerLevel | None = None
+
+    def record(self, **known: Any) -> StepInfo:
+        return StepInfo(**known)
+
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        k, gamma, X, Y = self.memory["iteration"], self.constants["gamma"], problem.upper_set, problem.lower_set
+        alpha, beta, eta, c = (value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c"))
+        # g(x, .) is where the last iteration left it, with what depends on x alone.
+        here = self._lower if unchanged and self._lower is not None else problem.at(x)
+        theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
+        x_new = X.project(x - alpha * bracket_x(problem, here, y, theta, c))
+        # y moves at the new x.
+        there = problem.at(x_new)
+        d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
+        y_new = Y.project(y - beta * d_y)
+        self._lower = there
+        self.memory["theta"] = theta
+        for group in self.param_groups:
+            group["lr"] = alpha
+        step = math.hypot(norm(x_new - x), norm(y_new - y))
+        return x_new, y_new, {"upper": upper, "lower": lower, "step": step, "inner_iterations": 1}
