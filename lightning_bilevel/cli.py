@@ -1,24 +1,20 @@
-"""The command ``lightning-bilevel``: LightningCLI on bilevel modules."""
+"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate`` and ``test`` run."""
 
 from __future__ import annotations
 
-import sys
-import traceback
-from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
 from lightning_bilevel.callbacks.certificate import CertificateReport
+from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
 from lightning_bilevel.callbacks.progress import BilevelProgressBar
 from lightning_bilevel.mixin import BilevelModule
-from lightning_bilevel.problem import BilevelError
 
-__all__ = ["BilevelCLI", "main"]
+__all__ = ["BilevelCLI"]
 
 
 class BilevelCLI(LightningCLI):
@@ -46,32 +42,4 @@ class BilevelCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(CertificateReport, "certificate")
-
-
-def main(args: ArgsType = None) -> None:
-    """Run the command line; what the user got wrong ends with its sentence, without a traceback."""
-    try:
-        BilevelCLI(args)
-    except (ValueError, TypeError, BilevelError, MisconfigurationException) as error:
-        cause = _own_error(error)
-        if cause is None:
-            raise
-        print(f"lightning-bilevel: {cause}", file=sys.stderr)
-        sys.exit(1)
-
-
-def _own_error(error: BaseException | None) -> BaseException | None:
-    """Return the error of this package's own behind what was raised (jsonargparse wraps what a constructor raises).
-
-    An error from a user's module is none of these: it keeps its traceback, which shows where it comes from.
-    """
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        if frames and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-if __name__ == "__main__":
-    main()
+        parser.add_lightning_class_args(MoreauGapMonitor, "moreau_gap")

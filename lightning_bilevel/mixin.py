@@ -35,7 +35,7 @@ class _Declaration:
     units: tuple[float, float]
     solver: SolverCallable
     envelope: Envelope | None
-    qualification: str
+    qualification: str | Callable[[Envelope], str]
 
     def groups(self) -> list[dict[str, Any]]:
         return [{"params": self.upper, "level": "upper"}, {"params": self.lower, "level": "lower"}]
@@ -134,7 +134,7 @@ class BilevelMixin:
         upper_unit: float = 1.0,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
-        qualification: str = "not known",
+        qualification: str | Callable[[Envelope], str] = "not known",
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -148,7 +148,8 @@ class BilevelMixin:
                 :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay in x.
             lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as rho * lower_unit**2.
             envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have none.
-            qualification: Why the constraint qualification holds for this problem, if that is known.
+            qualification: Why the constraint qualification holds for this problem, if that is known, in words; or a function
+                that says so for an envelope.
         """
         module = self._module()
         solver = solver or self.default_solver
@@ -232,20 +233,31 @@ class BilevelMixin:
             self._module().double()
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
-    def certify(self, *, tolerance: float | None = None) -> Certificate | None:
-        """Return the certificate of the current point on the last training batch; None without an envelope."""
+    @property
+    def envelope(self) -> Envelope | None:
+        """The Moreau envelope of the certificate, in y: that of the solver, or the declared one."""
         declared = self._declared()
+        own = declared.solver(declared.groups()).envelope
+        if own is None:
+            return declared.envelope
+        # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
+        square = declared.units[1] ** 2
+        return Envelope(rho=own.rho * square, sigma=own.sigma / square, delta=own.delta)
+
+    def certify(self, *, envelope: Envelope | None = None, tolerance: float | None = None) -> Certificate | None:
+        """Return the certificate of the current point on the last training batch; None without an envelope.
+
+        Args:
+            envelope: Another Moreau envelope than the module's.
+            tolerance: The accuracy of the proximal point.
+        """
+        declared, envelope = self._declared(), envelope or self.envelope
         if self._current is None:
             raise RuntimeError(f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit`.")
-        optimizer = cast(Any, self._module().optimizers()).optimizer
-        envelope = optimizer.envelope
-        if envelope is not None:
-            # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
-            square = declared.units[1] ** 2
-            envelope = Envelope(rho=envelope.rho * square, sigma=envelope.sigma / square, delta=envelope.delta)
-        envelope = declared.envelope or envelope
         if envelope is None:
             return None
+        optimizer = cast(Any, self._module().optimizers()).optimizer
+        known = declared.qualification
         x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
         return certify(
             self._current.problem,
@@ -254,7 +266,7 @@ class BilevelMixin:
             envelope,
             multiplier=optimizer.multiplier,
             tolerance=tolerance,
-            qualification=declared.qualification,
+            qualification=known if isinstance(known, str) else known(envelope),
         )
 
     def _module(self) -> LightningModule:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from test_trainer import events
 
-from lightning_bilevel.cli import main
+from lightning_bilevel.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "synthetic" / "ivsp.yaml"

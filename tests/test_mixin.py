@@ -15,6 +15,7 @@ from modules import MILD, PAPER, Encoded, EncodedOnce, Weighting, samples, weigh
 from torch import Tensor, nn
 
 from lightning_bilevel import (
+    BOME,
     IVSP,
     BilevelError,
     BilevelMixin,
@@ -192,12 +193,19 @@ def test_one_set_per_declared_item() -> None:
     torch.testing.assert_close(projected, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]))
 
 
-def test_envelope_of_a_module_overrules_the_solvers(tmp_path: Any) -> None:
-    module = Weighting(envelope=Envelope(rho=0.2, sigma=1.0, delta=0.01), qualification="holds by assumption")
-    trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
-    certificate = module.certify()
-    assert certificate is not None
-    assert (certificate.rho, certificate.delta, certificate.qualification) == (0.2, 0.01, "holds by assumption")
+def test_declared_envelope_serves_solvers_without_one(tmp_path: Any) -> None:
+    envelope = Envelope(rho=0.2, sigma=1.0, delta=0.01)
+    for solver, rho, own in ((BOME, 0.2, False), (MILD, 0.1, True)):
+        module = Weighting(solver=solver, envelope=envelope, qualification="holds by assumption")
+        trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
+        certificate = module.certify()
+        assert certificate is not None
+        assert (certificate.rho, certificate.own_multiplier) == (rho, own)
+        assert certificate.qualification == "holds by assumption"
+        assert module.certify(envelope=Envelope(rho=0.3, sigma=1.0, delta=0.01)).rho == 0.3  # type: ignore[union-attr]
+    without = Weighting(solver=BOME)
+    trainer(tmp_path, max_steps=2).fit(without, datamodule=weighting_data())
+    assert without.certify() is None
 
 
 class Nothing(BilevelModule):

@@ -111,6 +111,18 @@ def test_resume_is_exact(tmp_path: Any, precision: str, stop: int) -> None:
     assert rest == history[stop:]
 
 
+def test_resume_in_units_is_exact(tmp_path: Any) -> None:
+    """Dividing a parameter by its unit rounds: the solver's own variables are part of its state."""
+    units = {"upper_unit": 300.0, "lower_unit": 0.7}
+    whole, first, second = (Weighting(**units) for _ in range(3))
+    trainer(tmp_path, max_steps=20).fit(whole, datamodule=weighting_data())
+    stopped = trainer(tmp_path, max_steps=7)
+    stopped.fit(first, datamodule=weighting_data())
+    stopped.save_checkpoint(tmp_path / "stop.ckpt")
+    trainer(tmp_path, max_steps=20).fit(second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
+    assert same_parameters(whole, second)
+
+
 def events(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.mixin import BilevelModule
+from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.sets import Box
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp import IVSP
@@ -62,7 +63,14 @@ class SineProblem(BilevelModule):
         nearest = -math.pi / 2 + 2 * math.pi * round((2 * a + math.pi / 2) / (2 * math.pi))
         self.x_star = ((1 - n) * a + n * nearest) / (1 + n)
         self.y_star = nearest + self.shift.expand(n) - self.x_star
-        self.declare(upper=self.x, lower=self.y, upper_set=Box(-100, 100), lower_set=Box(-100, 100), solver=solver)
+        self.declare(
+            upper=self.x,
+            lower=self.y,
+            upper_set=Box(-100, 100),
+            lower_set=Box(-100, 100),
+            solver=solver,
+            envelope=Envelope(rho=0.5, sigma=1.0, delta=1e-3),  # the paper's for this problem
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         """(x - a)^2 + |y - a e - c|^2."""
