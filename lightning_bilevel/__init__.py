@@ -2,15 +2,24 @@
 
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
+from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
 from lightning_bilevel.callbacks import OptimizationBudget as OptimizationBudget
 from lightning_bilevel.data import Chunks as Chunks
+from lightning_bilevel.data import CleaningData as CleaningData
+from lightning_bilevel.data import DatasetCleaning as DatasetCleaning
+from lightning_bilevel.data import DigitsCleaning as DigitsCleaning
+from lightning_bilevel.data import FashionMNISTCleaning as FashionMNISTCleaning
 from lightning_bilevel.data import FullBatchDataModule as FullBatchDataModule
+from lightning_bilevel.data import MNISTCleaning as MNISTCleaning
+from lightning_bilevel.data import Splits as Splits
+from lightning_bilevel.data import corrupt_labels as corrupt_labels
 from lightning_bilevel.kkt import Certificate as Certificate
 from lightning_bilevel.kkt import certify as certify
 from lightning_bilevel.linesearch import LineSearchError as LineSearchError
 from lightning_bilevel.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.mixin import IVSPMixin as IVSPMixin
+from lightning_bilevel.modules import HyperCleaning as HyperCleaning
 from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.moreau import Envelope as Envelope
 from lightning_bilevel.moreau import InnerLoopError as InnerLoopError

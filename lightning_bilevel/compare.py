@@ -48,7 +48,9 @@ class _Config:
     def task(self) -> dict[str, Any]:
         """All that decides data, split and start."""
         values = self.values
-        values["model"]["init_args"].pop("solver")
+        # Neither the solver nor the unit that it measures a level in changes the problem, and an envelope is for evaluation.
+        for how in ("solver", "upper_unit", "lower_unit", "envelope"):
+            values["model"]["init_args"].pop(how, None)
         return {
             "seed_everything": values["seed_everything"],
             "model": values["model"],

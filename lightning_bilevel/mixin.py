@@ -174,6 +174,7 @@ class BilevelMixin:
         solver(self._declaration.groups())
         self._current: _Current | None = None
         self.last_step: StepInfo | None = None
+        self._monitored = False
         module.automatic_optimization = False
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
@@ -206,10 +207,12 @@ class BilevelMixin:
         info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
         self.last_step = info
         trainer: Any = self._module().trainer
-        metrics = info.metrics()
-        # What callbacks such as EarlyStopping and ModelCheckpoint monitor; `self.log` takes milliseconds for the same.
-        trainer.callback_metrics.update(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
-        if info.iteration % trainer.log_every_n_steps == 0 or info.iteration == 1:
+        logged = info.iteration % trainer.log_every_n_steps == 0 or info.iteration == 1
+        if logged or self._monitored:
+            metrics = info.metrics()
+            # What EarlyStopping and ModelCheckpoint look at; `self.log` takes milliseconds for the same.
+            trainer.callback_metrics.update(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
+        if logged:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=info.iteration)
 
@@ -225,6 +228,8 @@ class BilevelMixin:
                 "parameter belongs to one level; a constant has `requires_grad=False`."
             )
         self._current = None
+        callbacks: Any = cast(Any, module.trainer).callbacks
+        self._monitored = any(str(getattr(callback, "monitor", "")).startswith("bilevel/") for callback in callbacks)
         return declared.solver(declared.groups())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

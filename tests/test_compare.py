@@ -17,8 +17,8 @@ from modules import Weighting, weighting_data
 from test_mixin import trainer
 
 from lightning_bilevel import OptimizationBudget
-from lightning_bilevel.callbacks.budget import seconds
 from lightning_bilevel.__main__ import main
+from lightning_bilevel.callbacks.budget import seconds
 from lightning_bilevel.compare import _TimedEpochs
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 

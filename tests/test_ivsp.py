@@ -92,17 +92,28 @@ def settings_for(constants: dict[str, Any], **more: Any) -> reference.Settings:
     return reference.Settings(rho=0.5 / constants["sigma"], **known, **more)
 
 
-@pytest.mark.parametrize("name", STRESS)
+@pytest.mark.parametrize(("name", "smoothing"), [("wide", "huber"), ("narrow", "huber"), ("wide", "softplus")])
 @pytest.mark.parametrize("shape", [(3, 5, 5.0), (4, 8, 0.5)], ids=["wide box", "narrow box"])
 @pytest.mark.parametrize("seed", range(6))
-def test_same_path_as_the_reference_with_line_search(seed: int, shape: tuple[int, int, float], name: str) -> None:
+def test_same_path_as_the_reference_with_line_search(seed: int, shape: tuple[int, int, float], name: str, smoothing: Any) -> None:
     problem, functions, x, y, constants = random_problem(seed, *shape)
-    assert_same_path(run_both(problem, functions, x, y, settings_for(constants, **STRESS[name]), 30), 1e-8)
+    settings = settings_for(constants, smoothing=smoothing, **STRESS[name])
+    assert_same_path(run_both(problem, functions, x, y, settings, 30), 1e-8)
+
+
+@pytest.mark.parametrize(("rise", "trials"), [(5e-13, 1), (2e-12, 2)])
+def test_the_armijo_test_forgives_the_paper_s_rounding_error(rise: float, trials: int) -> None:
+    # The lower level is idle (y = z = 0, R = -1), tau is 1e-20, and the first trial x = 1 raises f by a known amount.
+    problem = BilevelProblem(lambda x, y: (-x + (1 + rise) * x**2).sum() + 0 * y.sum(), lambda x, y: (y**2).sum() / 2)
+    zeros = torch.zeros(1, dtype=torch.float64)
+    optimizer = IVSP(groups(zeros, zeros), sigma=0.0, delta=1.0, mu0=1.0, zeta_bar=1e-40, c1=1e-300)
+    info = optimizer.step(problem=problem)
+    assert (info.trials, info.L) == (trials, float(trials))
 
 
 @pytest.mark.parametrize("smoothing", ["huber", "softplus"])
 @pytest.mark.parametrize("shape", [(3, 5, 5.0), (4, 8, 0.5)], ids=["wide box", "narrow box"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_same_path_as_the_reference_with_fixed_L(seed: int, shape: tuple[int, int, float], smoothing: Any) -> None:
     problem, functions, x, y, constants = random_problem(seed, *shape)
     more = {"mu0": 0.3, "block": 3, "gamma0": 0.5, "delta": 0.01, "zeta_bar": 0.1, "c2": 5.0, "L_init": 1.0}
@@ -525,13 +536,19 @@ class TestStateDict:
         assert info.iteration == 4
         assert info.optimization_time > last.optimization_time
 
-    def test_a_loaded_state_on_other_data_is_evaluated_anew(self) -> None:
+    @pytest.mark.parametrize("changed", ["f", "g"])
+    def test_a_loaded_state_on_other_data_is_evaluated_anew(self, changed: str) -> None:
         problem = by_name["ball"]
         one = make_ivsp(problem)(groups(*problem.at()))
         advance(one, problem.build(), 3)
         two = make_ivsp(problem)(groups(*point_of(one)))
         two.load_state_dict(self.through_a_file(one))
-        other = BilevelProblem(lambda x, y: 2 * problem.f(x, y), problem.g, problem.upper_set, problem.lower_set)
+        other = BilevelProblem(
+            (lambda x, y: problem.f(2 * x, y)) if changed == "f" else problem.f,
+            (lambda x, y: problem.g(2 * x, y)) if changed == "g" else problem.g,
+            problem.upper_set,
+            problem.lower_set,
+        )
         info = two.step(problem=other)
         assert info.calls.upper == info.calls.gap == info.trials + 1
 

@@ -1,4 +1,11 @@
 """Data modules for bilevel problems."""
 
+from lightning_bilevel.data.cleaning import CleaningData as CleaningData
+from lightning_bilevel.data.cleaning import DatasetCleaning as DatasetCleaning
+from lightning_bilevel.data.cleaning import DigitsCleaning as DigitsCleaning
+from lightning_bilevel.data.cleaning import FashionMNISTCleaning as FashionMNISTCleaning
+from lightning_bilevel.data.cleaning import MNISTCleaning as MNISTCleaning
+from lightning_bilevel.data.cleaning import Splits as Splits
+from lightning_bilevel.data.corruption import corrupt_labels as corrupt_labels
 from lightning_bilevel.data.fullbatch import Chunks as Chunks
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule

@@ -1,3 +1,4 @@
 """Ready modules, one per task."""
 
+from lightning_bilevel.modules.hypercleaning import HyperCleaning as HyperCleaning
 from lightning_bilevel.modules.sine import SineProblem as SineProblem

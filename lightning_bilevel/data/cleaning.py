@@ -1,0 +1,326 @@
+"""Data for hyper-cleaning: training labels of which some are wrong, and a clean validation set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, as_chunks
+from lightning_bilevel.data.samples import (
+    AnyDataset,
+    Samples,
+    as_images,
+    check_labels,
+    common_images,
+    draw,
+    length,
+    optional_import,
+    read_dataset,
+)
+
+__all__ = ["CleaningData", "DatasetCleaning", "DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning", "Splits"]
+
+DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
+
+
+class Splits(NamedTuple):
+    """The three sets, as they are before labels are corrupted; without a test set there is no test error."""
+
+    train: Samples
+    validation: Samples
+    test: Samples | None
+
+
+class Parts(Repeated):
+    """A loader that yields the parts of a batch one after another."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        super().__init__(parts, len(parts))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batch)
+
+
+class CleaningData(FullBatchDataModule):
+    """A training set with wrong labels and a clean validation set, each as a full batch.
+
+    The batch of the upper level f is the validation set, ``(images, labels)``; that of the lower level g is the training set,
+    ``(images, noisy labels, index)``, with the number of each sample. At a validation the module is given the validation
+    batch as loader 0 and the test batch as loader 1. Images are float32 of shape (N, C, H, W).
+
+    This is the base of the ready data sets; your own data come by :meth:`from_datasets`, or by a subclass with :meth:`load`.
+    What is drawn at random is drawn from the seed alone: no other random number depends on it or changes it.
+
+    Args:
+        n_train: The number of training samples.
+        n_validation: The number of validation samples, disjoint from the training samples.
+        n_test: The number of test samples; None takes all that there are.
+        corruption: The share of training labels that are made wrong, between 0 and 1.
+        kind: What a wrong label is: any of the other classes (``uniform``), or the next class (``pair``).
+        seed: Decides which samples are in which set, their order, and which labels are wrong in which way.
+        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the progress bar have their turn.
+        chunk_size: The largest number of samples that is evaluated at once; None evaluates each set as a whole.
+
+    Attributes:
+        n_train: The number of training samples.
+        classes: The number of classes.
+        image_shape: The shape of an image, (C, H, W).
+        corrupted: The mask of the training samples whose label is wrong; None where that is not known. From ``setup`` on.
+        clean_labels: The true labels of the training samples; None where they are not known. From ``setup`` on.
+    """
+
+    classes: int
+    image_shape: tuple[int, ...]
+    corrupted: Tensor | None = None
+    clean_labels: Tensor | None = None
+
+    def __init__(
+        self,
+        n_train: int = 5000,
+        n_validation: int = 5000,
+        n_test: int | None = None,
+        corruption: float = 0.5,
+        kind: CorruptionKind = "uniform",
+        seed: int = 0,
+        epoch_length: int = 100,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(epoch_length=epoch_length)
+        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test, "chunk_size": chunk_size}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least 1.")
+        check_corruption(type(self).__name__, corruption, kind)
+        self.n_train, self.n_validation, self.n_test = n_train, n_validation, n_test
+        self.corruption, self.kind, self.seed, self.chunk_size = corruption, kind, seed, chunk_size
+
+    @classmethod
+    def from_datasets(  # type: ignore[override]  # Lightning's has loaders in mind: batch size, workers
+        cls,
+        train: AnyDataset,
+        validation: AnyDataset,
+        test: AnyDataset | None = None,
+        corrupted: Sequence[bool] | Tensor | None = None,
+        **options: Any,
+    ) -> DatasetCleaning:
+        """Take any Datasets of (image, label) pairs, with labels as they are.
+
+        Args:
+            train: The training set, in the order of which the weights are.
+            validation: The clean validation set.
+            test: The test set, if there is one.
+            corrupted: The mask of the training samples that are known to have a wrong label, if that is known.
+            options: The other arguments of :class:`DatasetCleaning`.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> train = TensorDataset(torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))
+            >>> validation = TensorDataset(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]))
+            >>> data = CleaningData.from_datasets(train, validation)
+            >>> data.n_train, data.classes, data.image_shape
+            (6, 3, (1, 8, 8))
+        """
+        return DatasetCleaning(train, validation, test, corrupted, **options)
+
+    def load(self, generator: torch.Generator) -> Splits:
+        """Return the three sets with their true labels, drawn with the generator."""
+        raise NotImplementedError(
+            f"`{type(self).__name__}` must define `load(generator)`: it returns the three sets as `Splits`. Without a class of "
+            "your own, use `CleaningData.from_datasets`."
+        )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the data and corrupt the labels; once, as every stage has the same."""
+        if self.lower is not None:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        sets = {name: samples for name, samples in self.load(generator)._asdict().items() if samples is not None}
+        sets = {name: self._checked(name, *samples) for name, samples in sets.items()}
+        images, labels = sets["train"]
+        self.image_shape = tuple(images.shape[1:])
+        for name, (others, _) in sets.items():
+            if others.shape[1:] != images.shape[1:]:
+                raise ValueError(
+                    f"`{self._of(name)}` has images of shape {tuple(others.shape[1:])} and `{self._of('train')}` of shape "
+                    f"{self.image_shape}: all must have the same size."
+                )
+        first = int(labels[0])
+        if all(bool((sets[name][1] == first).all()) for name in ("train", "validation")):
+            raise ValueError(f"`{type(self).__name__}` has no other label than {first}: there must be at least two classes.")
+        noisy, self.corrupted = corrupt_labels(labels, self.classes, self.corruption, self.kind, generator=generator)
+        self.clean_labels = labels
+        self.lower = self._batch(images, noisy, torch.arange(len(labels)))
+        self.upper = self.validation = self._batch(*sets["validation"])
+        self.test = self._batch(*sets["test"]) if "test" in sets else None
+
+    def val_dataloader(self) -> list[Repeated]:  # type: ignore[override]  # two loaders where the base has one
+        """Return the validation set and, if there is one, the test set."""
+        return [self._parts(batch) for batch in (self.validation, self.test) if batch is not None]
+
+    def test_dataloader(self) -> Repeated:
+        if self.test is None:
+            raise MisconfigurationException(f"`{type(self).__name__}` has no test set: give it one, or do not test.")
+        return self._parts(self.test)
+
+    def _of(self, name: str) -> str:
+        return f"{type(self).__name__}({name}=...)"
+
+    def _checked(self, name: str, images: Tensor, labels: Tensor) -> Samples:
+        images = as_images(self._of(name), images)
+        return images, check_labels(self._of(name), labels, len(images), self.classes)
+
+    def _batch(self, *tensors: Tensor) -> Any:
+        if self.chunk_size is None:
+            return tensors
+        return list(zip(*(torch.split(tensor, self.chunk_size) for tensor in tensors), strict=True))
+
+    def _parts(self, batch: Any) -> Repeated:
+        return Parts(self._loader(as_chunks(batch).batches, 1).batch)
+
+
+class MNISTCleaning(CleaningData):
+    """MNIST with wrong training labels; the defaults are the paper's.
+
+    Training and validation samples come from the 60,000 official training images, test samples from the 10,000 official test
+    images. What is not in the root yet is downloaded to it.
+
+    Args:
+        root: The folder that has the data set as torchvision puts it there (in ``MNIST/raw`` or ``FashionMNIST/raw``), or is
+            to have it; None takes the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
+        options: The arguments of :class:`CleaningData`.
+    """
+
+    classes = 10
+    image_shape: tuple[int, ...] = (1, 28, 28)
+    source: ClassVar[str] = "MNIST"
+
+    def __init__(self, root: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
+
+    def prepare_data(self) -> None:
+        """Download the files, unless they are there."""
+        self._official(train=True, download=True)
+
+    def load(self, generator: torch.Generator) -> Splits:
+        pool, test = (self._official(train=train, download=False) for train in (True, False))
+        sizes = {"n_train": self.n_train, "n_validation": self.n_validation}
+        call = type(self).__name__
+        return Splits(*draw(call, pool, sizes, generator), *draw(call, test, {"n_test": self.n_test}, generator))
+
+    def _official(self, train: bool, download: bool) -> Samples:
+        datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
+        try:
+            dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
+        # What torchvision, and the libraries below it, raise for a failed download and for files that are broken.
+        except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
+            tried = "a download did not help" if download else "only `prepare_data()` downloads it"
+            raise MisconfigurationException(
+                f"`{type(self).__name__}(root={str(self.root)!r})` has no whole {self.source} there, and {tried}: put the files "
+                "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte into "
+                f"{self.root / self.source / 'raw'}, or name the folder that has {self.source}/raw as `root` or in the "
+                f"environment variable {DATA_VARIABLE}."
+            ) from error
+        return dataset.data, dataset.targets
+
+
+class FashionMNISTCleaning(MNISTCleaning):
+    """FashionMNIST with wrong training labels; the defaults are the paper's. As :class:`MNISTCleaning` in all else."""
+
+    source = "FashionMNIST"
+
+
+class DigitsCleaning(CleaningData):
+    """The 1,797 handwritten digits that scikit-learn brings along (8 x 8 pixels) with wrong training labels.
+
+    Args:
+        n_train: The number of training samples.
+        n_validation: The number of validation samples, disjoint from the training samples.
+        options: The other arguments of :class:`CleaningData`.
+    """
+
+    classes = 10
+    image_shape: tuple[int, ...] = (1, 8, 8)
+
+    def __init__(self, n_train: int = 600, n_validation: int = 600, **options: Any) -> None:
+        super().__init__(n_train=n_train, n_validation=n_validation, **options)
+
+    def load(self, generator: torch.Generator) -> Splits:
+        digits = optional_import("sklearn.datasets", "scikit-learn", type(self).__name__).load_digits()
+        samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
+        sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
+        return Splits(*draw(type(self).__name__, samples, sizes, generator))
+
+
+class DatasetCleaning(CleaningData):
+    """Your own data: torch Datasets of (image, label) pairs, read once, when this is made.
+
+    An image is a tensor (bytes from 0 to 255, or floats, which are taken as they are), a PIL image or an array; a vector of
+    features will do as well. The samples keep their order, so the weights are those of the training set's samples.
+
+    Args:
+        train: The training set.
+        validation: The clean validation set; it must share no image with the training set.
+        test: The test set, if there is one.
+        corrupted: The mask of the training samples that are known to have a wrong label, if that is known.
+        classes: The number of classes; None takes the largest label that is there, plus one.
+        corruption: The share of training labels that are made wrong on top, between 0 and 1; for experiments with clean data.
+        options: The other arguments of :class:`CleaningData`.
+    """
+
+    def __init__(
+        self,
+        train: AnyDataset,
+        validation: AnyDataset,
+        test: AnyDataset | None = None,
+        corrupted: Sequence[bool] | Tensor | None = None,
+        classes: int | None = None,
+        corruption: float = 0.0,
+        **options: Any,
+    ) -> None:
+        datasets = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
+        sizes = {name: length(self._of(name), dataset) for name, dataset in datasets.items()}
+        super().__init__(
+            n_train=sizes["train"], n_validation=sizes["validation"], n_test=sizes.get("test"), corruption=corruption, **options
+        )
+        if classes is not None and classes < 2:
+            raise ValueError(f"`DatasetCleaning(classes={classes})` must be at least 2.")
+        mask = None if corrupted is None else self._mask(corrupted)
+        self._datasets, self._classes = datasets, classes
+        self.setup()
+        if mask is not None or corruption == 0:  # the labels are as they came: what is known of them was given
+            self.corrupted, self.clean_labels = mask, None
+
+    def load(self, generator: torch.Generator) -> Splits:
+        sets = {name: read_dataset(self._of(name), data) for name, data in self._datasets.items()}
+        common = common_images(sets["train"][0], sets["validation"][0])
+        if common:
+            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5]) + (", ..." if len(common) > 5 else "")
+            raise ValueError(
+                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): the validation set must not "
+                "overlap the training set, so leave them out of one of the two."
+            )
+        self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
+        return Splits(sets["train"], sets["validation"], sets.get("test"))
+
+    def _mask(self, corrupted: Sequence[bool] | Tensor) -> Tensor:
+        mask = torch.as_tensor(corrupted).cpu()
+        if mask.dtype != torch.bool or mask.shape != (self.n_train,):
+            raise ValueError(
+                f"`{self._of('corrupted')}` has shape {tuple(mask.shape)} and {mask.dtype}: it must be a mask of True and False, "
+                f"one for each of the {self.n_train:,} training samples."
+            )
+        if self.corruption:
+            raise ValueError(
+                f"`DatasetCleaning(corrupted=..., corruption={self.corruption})` must be given one of the two: which labels are "
+                "wrong, or how many to make wrong."
+            )
+        return mask
