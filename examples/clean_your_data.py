@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import to_pil_image, to_tensor
 
 from lightning_bilevel import IVSP, BilevelProgressBar, CertificateReport, CleaningData, DigitsCleaning, HyperCleaning
+from lightning_bilevel.modules.hypercleaning import retrain
 
 
 def make_folder(root: Path) -> None:
@@ -36,17 +35,6 @@ def read(folder: Path) -> ImageFolder:
     return ImageFolder(str(folder), transform=lambda image: to_tensor(image.convert("L")))
 
 
-def error_after_training(images: Tensor, labels: Tensor, test: tuple[Tensor, Tensor]) -> float:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 32), nn.Sigmoid(), nn.Linear(32, 10))
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.01, weight_decay=1e-4)
-    for _ in range(300):
-        optimizer.zero_grad()
-        cross_entropy(network(images), labels).backward()
-        optimizer.step()
-    return float((network(test[0]).argmax(1) != test[1]).float().mean())
-
-
 def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder))
@@ -56,10 +44,8 @@ def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float
     torch.manual_seed(0)
     solver = partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0)
     module = HyperCleaning(n_train=len(train), inputs=64, upper_unit=100.0, solver=solver)
-    callbacks = [BilevelProgressBar(), CertificateReport()]
-    Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, callbacks=callbacks).fit(
-        module, datamodule=data
-    )
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    Trainer(max_epochs=epochs, callbacks=[BilevelProgressBar(), CertificateReport()], **options).fit(module, datamodule=data)
 
     images, labels, _ = data.lower
     with out.open("w", newline="") as file:
@@ -69,16 +55,18 @@ def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float
         for i in module.suspicious(len(images)).tolist():
             writer.writerow([paths[i], int(labels[i]), int(predicted[i]), f"{float(module.weights[i]):.3g}"])
     kept, clean = module.weights > 0.5, data.upper
-    errors = {
-        "all noisy labels": error_after_training(images, labels, data.test),
-        "the clean validation set alone": error_after_training(*clean, data.test),
-        "kept samples and validation set": error_after_training(
-            torch.cat([images[kept], clean[0]]), torch.cat([labels[kept], clean[1]]), data.test
-        ),
+    sets = {
+        "all noisy labels": (images, labels),
+        "the clean validation set alone": clean,
+        "kept samples and validation set": (torch.cat([images[kept], clean[0]]), torch.cat([labels[kept], clean[1]])),
     }
+    errors = {}
+    for name, (some_images, some_labels) in sets.items():
+        torch.manual_seed(0)
+        classifier = retrain(module.classifier, some_images, some_labels)
+        errors[name] = float((classifier(data.test[0]).argmax(1) != data.test[1]).float().mean())
+        print(f"test error after training on {name}: {errors[name]:.3f}")
     print(f"{int((~kept).sum())} of {len(kept)} training samples have a weight below 1/2; all are in {out}, worst first.")
-    for name, value in errors.items():
-        print(f"test error after training on {name}: {value:.3f}")
     return errors
 
 

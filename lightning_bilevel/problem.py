@@ -209,9 +209,12 @@ class BilevelProblem:
                 total = _plus(total, torch.stack([v.detach() for v in values]).double())
         assert total is not None
         if self.reduce is not None:
-            total = self.reduce(total)
-            # A rank whose share does not depend on an input still takes part in the sum over that gradient.
-            grads = [self.reduce(torch.zeros_like(v) if g is None else g) for g, v in zip(grads, inputs, strict=True)]
+            # A rank whose share does not depend on an input still takes part in the sum over that gradient; the flags tell
+            # whether any rank's share does.
+            flags = total.new_tensor([grad is not None for grad in grads])
+            total, found = torch.split(self.reduce(torch.cat([total, flags])), [len(total), len(flags)])
+            sums = [self.reduce(torch.zeros_like(v) if g is None else g) for g, v in zip(grads, inputs, strict=True)]
+            grads = [grad if flag else None for grad, flag in zip(sums, found.tolist(), strict=True)]
         known = [grad for grad in grads if grad is not None]
         # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way).
         numbers = torch.cat([total, *(grad.sum(dtype=torch.float64).reshape(1) for grad in known)]).tolist()

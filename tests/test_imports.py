@@ -9,7 +9,7 @@ import pytest
 import lightning_bilevel
 
 PACKAGE = Path(lightning_bilevel.__file__).parent
-CORE = ["scalars", "problem", "sets", "penalty", "moreau", "linesearch", "kkt", "solve", "solvers"]
+CORE = ["scalars", "problem", "sets", "penalty", "moreau", "linesearch", "kkt", "solve", "schedule", "solvers"]
 PUBLIC = [
     "BOME",
     "Ball",
@@ -24,17 +24,24 @@ PUBLIC = [
     "Certificate",
     "CertificateReport",
     "Chunks",
+    "CleaningData",
     "ConvexSet",
+    "DatasetCleaning",
+    "DigitsCleaning",
     "Envelope",
     "F2SA",
+    "FashionMNISTCleaning",
     "Free",
     "FullBatchDataModule",
+    "HyperCleaning",
     "IVSP",
     "IVSPInfo",
     "IVSPMixin",
     "InnerLoopError",
     "LineSearchError",
     "MEHA",
+    "MNISTCleaning",
+    "MoreauGapMonitor",
     "NonFiniteError",
     "NonNegative",
     "OptimizationBudget",
@@ -46,9 +53,11 @@ PUBLIC = [
     "SineProblem",
     "Solution",
     "SolverCallable",
+    "Splits",
     "StepInfo",
     "VPBGD",
     "certify",
+    "corrupt_labels",
     "solve",
 ]
 

@@ -322,6 +322,21 @@ class TestReduce:
         for got in self.run(work):
             assert_same(got, expected)
 
+    def test_a_function_without_y_is_refused_here_too(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(lambda x, y: (x**2).sum(), lambda x, y: (x**2).sum(), reduce=lambda tensor: 2 * tensor)
+        with pytest.raises(ValueError, match="upper-level function f does not depend on the lower-level variables y"):
+            problem.upper(x, y)
+        with pytest.raises(ValueError, match="lower-level function g does not depend on the lower-level variables y"):
+            problem.at(x).gradient(z)
+
+    def test_a_function_without_x_takes_no_pass_here_either(self) -> None:
+        x, y, _ = point()
+        problem = BilevelProblem(lambda x, y: (y**2).sum(), g, reduce=lambda tensor: 2 * tensor)
+        for _ in range(3):
+            assert torch.equal(problem.upper_x(x, y), torch.zeros_like(x))
+        assert problem.calls.upper == 1
+
     def test_a_non_finite_value_on_one_rank_is_an_error_on_both(self) -> None:
         x, y, _ = point()
 

@@ -42,14 +42,14 @@ def vectors(count: int, dtype: torch.dtype = torch.float64, n: int = N) -> list[
 @every_set
 class TestProjection:
     def test_is_idempotent(self, convex_set: ConvexSet, dtype: torch.dtype) -> None:
-        for v in vectors(20, dtype):
+        for v in vectors(12, dtype):
             once = convex_set.project(v)
             assert once.dtype == dtype
             assert once.shape == v.shape
             torch.testing.assert_close(convex_set.project(once), once, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=1e-7)
 
     def test_is_nonexpansive(self, convex_set: ConvexSet, dtype: torch.dtype) -> None:
-        points = vectors(20, dtype)
+        points = vectors(12, dtype)
         rounding = 20 * torch.finfo(dtype).eps
         for v, w in pairwise(points):
             before, after = (v - w).norm(), (convex_set.project(v) - convex_set.project(w)).norm()
@@ -63,7 +63,7 @@ class TestProjection:
 
     def test_is_the_nearest_point(self, convex_set: ConvexSet, dtype: torch.dtype) -> None:
         # The variational inequality <v - Pv, c - Pv> <= 0 for every c of the set.
-        points = vectors(20, dtype)
+        points = vectors(12, dtype)
         members = [convex_set.project(v) for v in points]
         for v, nearest in zip(points, members, strict=True):
             for c in members:
@@ -89,7 +89,7 @@ class TestProjection:
     ],
 )
 def test_projection_lies_in_the_set(name: str, violation, dtype: torch.dtype) -> None:
-    for v in vectors(20, dtype):
+    for v in vectors(12, dtype):
         assert float(violation(SETS[name].project(v).double())) <= 20 * torch.finfo(dtype).eps * (1.0 + float(v.norm()))
 
 
@@ -117,7 +117,7 @@ def test_a_set_keeps_no_reference_to_the_given_bounds() -> None:
 def test_normal_cone_distance_is_the_length_of_the_projected_direction(convex_set: ConvexSet) -> None:
     # P(v - t d) - v = t P_T(-d) + O(t^2) with T the tangent cone, and |P_T(-d)| = dist(0, d + N).
     t = 1e-6
-    for v in map(convex_set.project, vectors(20)):
+    for v in map(convex_set.project, vectors(12)):
         for d in vectors(6):
             expected = (v - convex_set.project(v - t * d)).norm() / t
             got = convex_set.normal_cone_distance(v, d)
@@ -143,7 +143,7 @@ def test_normal_cone_distance_is_zero_at_constrained_minimisers(convex_set: Conv
 @every_set
 def test_normal_cone_distance_of_a_projected_float32_point_absorbs_the_residual(convex_set: ConvexSet) -> None:
     # d = Pv - v lies in -N_C(Pv), so the distance vanishes up to the rounding of the point.
-    for v in vectors(20, torch.float32):
+    for v in vectors(12, torch.float32):
         nearest = convex_set.project(v)
         assert convex_set.normal_cone_distance(nearest, nearest - v) < 1e-5 * (1 + float(v.norm()))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.linesearch import allowance, backtrack, barzilai_borwein
-from lightning_bilevel.moreau import Envelope, evaluate_gap, gradient_error, inexact_prox
+from lightning_bilevel.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox
 from lightning_bilevel.penalty import (
     SmoothingName,
     inverse_penalty,
@@ -21,12 +21,15 @@ from lightning_bilevel.penalty import (
     smoothing_function,
     smoothing_parameter,
 )
-from lightning_bilevel.problem import BilevelProblem, LowerLevel, NonFiniteError
+from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError
 from lightning_bilevel.scalars import dot
 from lightning_bilevel.sets import Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 
 __all__ = ["IVSP", "IVSPInfo"]
+
+# Trials of one line search whose inner loop may fail before the search gives up: each costs max_inner gradients.
+_MAX_FAILURES = 5
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class _Point:
     lower: float
     residual: float
     grad_R: Tensor
+    halvings: int
 
 
 class _Parameters(NamedTuple):
@@ -220,14 +224,18 @@ class IVSP(BilevelOptimizer):
         merit = now.gamma * here.f + phi.value(here.residual, now.mu)
         E = gradient_error(now.zeta, now.mu, self.envelope, L_xy=c["L_xy"], b=phi.b, B_R=c["B_R"])
 
+        failures: list[BilevelError] = []
+
         def trial(L: float) -> _Trial:
             # w_L = P_C(w - (mu/L) [gamma grad f + G])
             w = C.project(here.w - (now.mu / L) * direction)
             d = math.sqrt(_dot(w - here.w, w - here.w, split))
             try:
                 there = self._evaluate(problem, w, split, here.z, zeta_next)
-            except NonFiniteError:
-                if c["fixed_L"] is not None:
+            except (NonFiniteError, InnerLoopError) as error:
+                # A shorter step may lead to where g can be evaluated; an inner loop that fails again and again cannot.
+                failures.append(error)
+                if c["fixed_L"] is not None or sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES:
                     raise
                 return _Trial(False, math.inf, merit, d, None)
             # gamma f(w_L) + phi(R_L + zeta+) <= gamma f(w) + phi(R) - c1/(2 mu) |w_L - w|^2 + tau
@@ -256,7 +264,7 @@ class IVSP(BilevelOptimizer):
             f=there.f,
             residual=there.residual,
         )
-        self._known = there
+        self._keep(there)
         x, y = there.w[:split], there.w[split:]
         facts = {
             "upper": there.f,
@@ -285,12 +293,17 @@ class IVSP(BilevelOptimizer):
         """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
         if unchanged and self._known is not None:
             return self._known
+        here = self._known_or_new(problem, x, y, zeta)
+        self._keep(here)
+        return here
+
+    def _known_or_new(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float) -> _Point:
         w, z = torch.cat([x, y]), self.memory.get("z")
         if z is not None and z.shape == y.shape:
             # A checkpoint holds z and the values that it gave. If f and R are still those, the data are the same, z is as
             # accurate as it was, and the run goes on exactly as if it had not stopped; this is not a cost of the method.
             calls = problem.calls
-            saved = self._measure(problem, problem.at(x), w, y, z)
+            saved = self._measure(problem, problem.at(x), w, y, z, self.memory["halvings"])
             problem.calls = calls
             if saved.f == self.memory["f"] and saved.residual == self.memory["residual"]:
                 return saved
@@ -299,20 +312,33 @@ class IVSP(BilevelOptimizer):
     def _evaluate(self, problem: BilevelProblem, w: Tensor, split: int, z: Tensor, zeta: float) -> _Point:
         """Evaluate f and, up to zeta, R at w = (x, y), from the warm start z."""
         c, x, y = self.constants, w[:split], w[split:]
-        lower, halvings = problem.at(x), self.memory["halvings"]
-        z, halved = inexact_prox(
-            lower, y, z, zeta, self.envelope, problem.lower_set, L_yy=c["L_yy"], halvings=halvings, max_inner=c["max_inner"]
+        lower = problem.at(x)
+        z, halvings = inexact_prox(
+            lower,
+            y,
+            z,
+            zeta,
+            self.envelope,
+            problem.lower_set,
+            L_yy=c["L_yy"],
+            halvings=self.memory["halvings"],
+            max_inner=c["max_inner"],
         )
-        if halved > halvings == 0:
+        return self._measure(problem, lower, w, y, z, halvings)
+
+    def _keep(self, point: _Point) -> None:
+        """Remember the point that was reached; what a rejected trial found out about g does not hold here."""
+        if point.halvings > self.memory["halvings"] == 0:
             warnings.warn(
-                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={c['L_yy']:g}: the lower level is more curved "
-                f"than that. The step was divided by {2**halved} and will be divided further if need be, without a word.",
+                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={self.constants['L_yy']:g}: the lower level is "
+                f"more curved than that. The step was divided by {2**point.halvings} and will be divided further if need be, "
+                "without a word.",
                 stacklevel=2,
             )
-        self.memory["halvings"] = halved
-        return self._measure(problem, lower, w, y, z)
+        self.memory["halvings"] = point.halvings
+        self._known = point
 
-    def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor) -> _Point:
+    def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor, halvings: int) -> _Point:
         f = problem.upper(lower.x, y)
         gap = evaluate_gap(lower, y, z, self.envelope)
         return _Point(
@@ -323,6 +349,7 @@ class IVSP(BilevelOptimizer):
             lower=gap.lower,
             residual=gap.residual,
             grad_R=torch.cat([gap.grad_x, gap.grad_y]),
+            halvings=halvings,
         )
 
 

@@ -1,0 +1,65 @@
+"""The weights that hyper-cleaning gives to clean and to corrupted samples, as a histogram, and what retraining gains.
+
+Run: python examples/cleaning_figure.py configs/digits/ivsp.yaml --budget 2s --out weights.png
+     python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml --budget 60s --out weights.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from lightning_bilevel import HyperCleaning, OptimizationBudget
+from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.data import CleaningData
+from lightning_bilevel.modules.hypercleaning import retrain
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--budget", default="2s")
+    parser.add_argument("--out", type=Path, default=Path("weights.png"))
+    given = parser.parse_args()
+    options = ["max_epochs=-1", "logger=false", "enable_checkpointing=false", "enable_model_summary=false"]
+    cli = BilevelCLI(["--config", given.config, *(f"--trainer.{option}" for option in options)], run=False)
+    module, data = cli.model, cli.datamodule
+    assert isinstance(module, HyperCleaning)
+    assert isinstance(data, CleaningData)
+    cli.trainer.callbacks.append(OptimizationBudget(given.budget))
+    cli.trainer.fit(module, datamodule=data)
+
+    weights, corrupted = module.weights, data.corrupted
+    assert corrupted is not None
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axis = figure.subplots()
+    bins = torch.linspace(float(weights.min()), float(weights.max()), 41).tolist()
+    axis.hist(weights[~corrupted].tolist(), bins, alpha=0.7, color="#0072B2", label="clean label")
+    axis.hist(weights[corrupted].tolist(), bins, alpha=0.7, color="#D55E00", label="wrong label")
+    axis.set_xlabel("weight")
+    axis.set_ylabel("training samples")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(given.out, dpi=160)
+
+    images, labels, _ = data.lower
+    kept, (clean_images, clean_labels) = weights > 0.5, data.upper
+    print(
+        f"{int((~kept).sum())} samples have a weight below 1/2, {float(corrupted[~kept].float().mean()):.1%} of them are wrong."
+    )
+    for name, (some_images, some_labels) in {
+        "all noisy data": (images, labels),
+        "the validation set alone": (clean_images, clean_labels),
+        "kept samples and validation set": (torch.cat([images[kept], clean_images]), torch.cat([labels[kept], clean_labels])),
+    }.items():
+        torch.manual_seed(0)
+        classifier = retrain(module.classifier, some_images, some_labels)
+        error = float((classifier(data.test[0]).argmax(1) != data.test[1]).float().mean())
+        print(f"test error after retraining on {name}: {error:.4f}")
+
+
+if __name__ == "__main__":
+    main()
