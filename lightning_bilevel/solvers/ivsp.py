@@ -25,6 +25,7 @@ from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, 
 from lightning_bilevel.scalars import dot
 from lightning_bilevel.sets import Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.ivsp_constants import check_constants
 
 __all__ = ["IVSP", "IVSPInfo"]
 
@@ -194,7 +195,7 @@ class IVSP(BilevelOptimizer):
         max_inner: int = 10_000,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        _check_constants(given)
+        check_constants(given)
         given["q"] = 1 / r + 0.01 if q is None else q
         super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
         self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
@@ -251,38 +252,17 @@ class IVSP(BilevelOptimizer):
         then = self._parameters(k + 1, t + updated)
         if c["fixed_L"] is None:
             # The next start is known already now, so nothing of the previous point needs keeping.
-            slope = phi.slope(there.residual, then.mu)
-            dv = then.gamma * (there.grad_f - here.grad_f) + slope * there.grad_R - G
+            dv = then.gamma * (there.grad_f - here.grad_f) + phi.slope(there.residual, then.mu) * there.grad_R - G
             dw_dv, dv_dv = _dot(there.w - here.w, dv, split), _dot(dv, dv, split)
             memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"])
         for group in self.param_groups:
             group["lr"] = now.mu / L
-        memory.update(
-            penalty_updates=t + updated,
-            multiplier=phi.slope(there.residual, now.mu) / now.gamma,
-            z=there.z,
-            f=there.f,
-            residual=there.residual,
-        )
+        memory.update(penalty_updates=t + updated, multiplier=phi.slope(there.residual, now.mu) / now.gamma)
         self._keep(there)
-        x, y = there.w[:split], there.w[split:]
-        facts = {
-            "upper": there.f,
-            "lower": there.lower,
-            "step": accepted.step,
-            "inner_iterations": problem.calls.lower - inner,
-            "residual": there.residual,
-            "mu": now.mu,
-            "zeta": zeta_next,
-            "gamma": now.gamma,
-            "multiplier": memory["multiplier"],
-            "penalty_updated": updated,
-            "penalty_updates": t + updated,
-            "trials": trials,
-            "L": L,
-            "L_start": L_start,
-        }
-        return x, y, facts
+        facts = {"upper": there.f, "lower": there.lower, "residual": there.residual, "multiplier": memory["multiplier"]}
+        facts |= {"mu": now.mu, "zeta": zeta_next, "gamma": now.gamma, "L": L, "L_start": L_start, "step": accepted.step}
+        facts |= {"penalty_updated": updated, "penalty_updates": t + updated, "trials": trials}
+        return there.w[:split], there.w[split:], {**facts, "inner_iterations": problem.calls.lower - inner}
 
     def _parameters(self, k: int, t: int) -> _Parameters:
         c = self.constants
@@ -335,7 +315,7 @@ class IVSP(BilevelOptimizer):
                 "without a word.",
                 stacklevel=2,
             )
-        self.memory["halvings"] = point.halvings
+        self.memory.update(halvings=point.halvings, z=point.z, f=point.f, residual=point.residual)
         self._known = point
 
     def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor, halvings: int) -> _Point:
@@ -365,46 +345,3 @@ def _rounding(here: _Point, there: _Point, gamma: float) -> float:
         return 1e-12  # the paper's
     size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
     return 1e-12 + torch.finfo(dtype).eps * size
-
-
-def _check_constants(c: dict[str, Any]) -> None:
-    """Refuse constants that the method cannot run with."""
-
-    def refuse(name: str, rule: str) -> None:
-        raise ValueError(f"`IVSP({name}={c[name]!r})` must be {rule}.")
-
-    def finite(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-
-    for name, value in c.items():
-        if name not in ("smoothing", "fixed_L", "q") and not finite(value):
-            refuse(name, "a finite number")
-    for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
-        if c[name] is not None and not (finite(c[name]) and c[name] > 0):
-            refuse(name, f"positive and finite, or None for {otherwise}")
-    for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
-        if c[name] <= 0:
-            refuse(name, "positive")
-    for name in ("L_xy", "L_yy", "B_R"):
-        if c[name] < 0:
-            refuse(name, "nonnegative")
-    for name in ("block", "max_trials", "max_inner"):
-        if c[name] != int(c[name]) or c[name] < 1:
-            refuse(name, "a positive whole number")
-    if not 0.0 < c["r"] < 1.0:
-        refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
-    if not 0.0 < c["theta_hat"] < 2.0:
-        refuse("theta_hat", "between 0 and 2")
-    if c["smoothing"] not in ("huber", "softplus"):
-        refuse("smoothing", '"huber" or "softplus"')
-    if c["L_min"] > c["L_max"]:
-        refuse("L_min", f"at most L_max={c['L_max']!r}")
-    try:
-        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
-    except ValueError as error:
-        raise ValueError(f"`IVSP`: {error}") from None
-    if c["q"] is not None and c["q"] <= 1 / c["r"]:
-        warnings.warn(
-            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its rate is proved only for q > 1/r.",
-            stacklevel=4,
-        )

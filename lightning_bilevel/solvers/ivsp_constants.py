@@ -1,0 +1,54 @@
+"""What the constants of IVSP have to satisfy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from lightning_bilevel.moreau import Envelope
+
+__all__ = ["check_constants"]
+
+
+def check_constants(c: dict[str, Any]) -> None:
+    """Refuse constants that the method cannot run with."""
+
+    def refuse(name: str, rule: str) -> None:
+        raise ValueError(f"`IVSP({name}={c[name]!r})` must be {rule}.")
+
+    def finite(value: Any) -> bool:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
+    for name, value in c.items():
+        if name not in ("smoothing", "fixed_L", "q") and not finite(value):
+            refuse(name, "a finite number")
+    for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
+        if c[name] is not None and not (finite(c[name]) and c[name] > 0):
+            refuse(name, f"positive and finite, or None for {otherwise}")
+    for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
+        if c[name] <= 0:
+            refuse(name, "positive")
+    for name in ("L_xy", "L_yy", "B_R"):
+        if c[name] < 0:
+            refuse(name, "nonnegative")
+    for name in ("block", "max_trials", "max_inner"):
+        if c[name] != int(c[name]) or c[name] < 1:
+            refuse(name, "a positive whole number")
+    if not 0.0 < c["r"] < 1.0:
+        refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
+    if not 0.0 < c["theta_hat"] < 2.0:
+        refuse("theta_hat", "between 0 and 2")
+    if c["smoothing"] not in ("huber", "softplus"):
+        refuse("smoothing", '"huber" or "softplus"')
+    if c["L_min"] > c["L_max"]:
+        refuse("L_min", f"at most L_max={c['L_max']!r}")
+    try:
+        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+    except ValueError as error:
+        raise ValueError(f"`IVSP`: {error}") from None
+    if c["q"] is not None and c["q"] <= 1 / c["r"]:
+        warnings.warn(
+            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its rate is proved only for q > 1/r.",
+            stacklevel=4,
+        )
