@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -14,13 +16,15 @@ from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
 from lightning_bilevel.callbacks.progress import BilevelProgressBar
 from lightning_bilevel.mixin import BilevelModule
 
-__all__ = ["BilevelCLI"]
+__all__ = ["BilevelCLI", "own_error"]
 
 
 class BilevelCLI(LightningCLI):
     """LightningCLI whose model is any bilevel module and whose fit ends with the certificate."""
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        about = "Solve a bilevel problem. Another command, `lightning-bilevel compare --help`, runs several methods on one task."
+        kwargs["parser_kwargs"] = {"description": about, **kwargs.get("parser_kwargs", {})}
         super().__init__(
             BilevelModule,
             LightningDataModule,
@@ -43,3 +47,16 @@ class BilevelCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(CertificateReport, "certificate")
         parser.add_lightning_class_args(MoreauGapMonitor, "moreau_gap")
+
+
+def own_error(error: BaseException | None) -> BaseException | None:
+    """Return the error of this package's own behind what was raised (jsonargparse wraps what a constructor raises).
+
+    An error from a user's module is none of these: it keeps its traceback, which shows where it comes from.
+    """
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

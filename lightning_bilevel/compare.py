@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
-from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.cli import BilevelCLI, own_error
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.solvers.base import BilevelOptimizer
@@ -291,7 +291,7 @@ def main(args: Sequence[str] | None = None) -> None:
         options = {"evaluations": given.evaluations, "log_spaced": given.log_spaced}
         compare(given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(str(own_error(error) or error))
     print((out / "summary.md").read_text())
     print(
         f"Written to {out}: results.csv, summary.md, figure.png, figure.svg, and the resolved config of each method.",

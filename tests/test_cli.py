@@ -113,6 +113,7 @@ def test_the_command_is_installed() -> None:
         pytest.skip("the package is not installed in this environment")
     result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "fit" in result.stdout
+    assert "lightning-bilevel compare --help" in " ".join(result.stdout.split())
 
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

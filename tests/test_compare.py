@@ -149,6 +149,14 @@ def test_bad_calls(tmp_path: Path, small: Path, capsys: Any, prepare: Any, argum
     assert not out.exists()
 
 
+def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, capsys: Any) -> None:
+    edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "rho", value=2.0)
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", str(small), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert "error: `IVSP`: `rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
+
+
 def test_different_tasks_may_be_forced(tmp_path: Path, small: Path) -> None:
     edited(small / "bome.yaml", "model", "init_args", "n", value=11)
     out = tmp_path / "out"
