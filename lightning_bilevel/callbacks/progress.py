@@ -15,13 +15,13 @@ __all__ = ["BilevelProgressBar"]
 
 
 class BilevelProgressBar(TQDMProgressBar):
-    """Shows f, the Moreau gap and the penalty of the last step, and is drawn at most ten times a second.
+    """Shows f, the Moreau gap and the penalty of the last step, and is drawn at most four times a second.
 
     Lightning's own bar is drawn at every step, which takes a good part of a millisecond, and shows only what was logged with
     ``self.log``, which takes more.
     """
 
-    INTERVAL = 0.1
+    INTERVAL = 0.25
 
     def __init__(self) -> None:
         super().__init__()
