@@ -63,15 +63,16 @@ def test_comparison_writes_everything(tmp_path: Path, small: Path, capsys: pytes
     for method in ("ivsp", "bome"):
         mine = [row for row in found if row["method"] == method]
         times = [float(row["optimization_time"]) for row in mine]
-        assert 3 <= len(mine) <= 7
+        assert 1 <= len(mine) <= 7
         assert times == sorted(times)
-        # the budget is overrun by one iteration at the most, and never underrun
-        assert 0.2 <= times[-1] < 0.4
+        # the budget is never underrun, and only the last evaluation is past it
+        assert times[-1] >= 0.2
+        assert all(time < 0.2 for time in times[:-1])
         assert all(row["x_error"] and row["violation"] and row["kkt_residual"] for row in mine)
         resolved = yaml.safe_load((out / method / "config.yaml").read_text())
         assert resolved["model"]["init_args"]["n"] == 10
     summary = (out / "summary.md").read_text()
-    assert "**x_error**: ivsp, bome" in summary
+    assert "- **x_error**: ivsp, bome" in summary or "- **x_error**: bome, ivsp" in summary
     assert summary in capsys.readouterr().out
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "figure.svg").read_text()
@@ -205,12 +206,13 @@ def test_budget_counts_the_solvers_time_only(tmp_path: Path) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             import time
 
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     module = Slow()
     trainer(tmp_path, callbacks=[OptimizationBudget("50ms")]).fit(module, datamodule=weighting_data())
     assert module.last_step is not None
-    assert 0.05 <= module.last_step.optimization_time < 0.2
+    assert module.last_step.optimization_time >= 0.05
+    assert module.last_step.iteration * 0.1 > module.last_step.optimization_time  # the pauses were not counted
 
 
 def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
