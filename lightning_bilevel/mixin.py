@@ -242,7 +242,10 @@ class BilevelMixin:
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the certificate, in y: that of the solver, or the declared one."""
         declared = self._declared()
-        own = declared.solver(declared.groups()).envelope
+        return self._envelope_with(declared.solver(declared.groups()))
+
+    def _envelope_with(self, solver: BilevelOptimizer) -> Envelope | None:
+        declared, own = self._declared(), solver.envelope
         if own is None:
             return declared.envelope
         # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
@@ -256,12 +259,14 @@ class BilevelMixin:
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
         """
-        declared, envelope = self._declared(), envelope or self.envelope
+        declared = self._declared()
         if self._current is None:
             raise RuntimeError(f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit`.")
+        # The solver of the run, not one made anew: after a resume its constants are the checkpoint's.
+        optimizer = cast(Any, self._module().optimizers()).optimizer
+        envelope = envelope or self._envelope_with(optimizer)
         if envelope is None:
             return None
-        optimizer = cast(Any, self._module().optimizers()).optimizer
         known = declared.qualification
         x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
         return certify(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from modules import Weighting, weighting_data
+from modules import Weighting, samples, weighting_data
 from test_mixin import trainer
 
 from lightning_bilevel import Chunks, FullBatchDataModule
@@ -27,6 +27,17 @@ def test_every_step_gets_the_same_tensors(tmp_path: Any, precision: str) -> None
     assert len(seen) == 6
     assert len(set(seen)) == 1
     assert {dtype for _, dtype in seen} == {torch.float64 if precision == "64-true" else torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_chunks_go_through_the_trainer_and_are_recognised(tmp_path: Any, precision: str) -> None:
+    parts = [tuple(t[i : i + 12] for t in samples(30, 2)) for i in (0, 12, 24)]
+    data = FullBatchDataModule(samples(20, 1), Chunks(parts), validation=samples(20, 3), epoch_length=5)
+    module = Weighting()
+    trainer(tmp_path, max_epochs=1, precision=precision).fit(module, datamodule=data)
+    assert module.last_step is not None
+    # the batch counts as the same one: f at the current point was not evaluated again
+    assert module.last_step.calls.upper == module.last_step.trials  # type: ignore[attr-defined]
 
 
 def test_epoch_length_is_the_number_of_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from modules import PAPER, Weighting, weighting_data
+from modules import MILD, PAPER, Weighting, weighting_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mixin import same_parameters, trainer
 
@@ -121,6 +122,17 @@ def test_resume_in_units_is_exact(tmp_path: Any) -> None:
     stopped.save_checkpoint(tmp_path / "stop.ckpt")
     trainer(tmp_path, max_steps=20).fit(second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
     assert same_parameters(whole, second)
+
+
+def test_a_resumed_run_is_certified_with_the_checkpoints_constants(tmp_path: Any) -> None:
+    stopped = trainer(tmp_path, max_steps=3)
+    stopped.fit(Weighting(), datamodule=weighting_data())
+    stopped.save_checkpoint(tmp_path / "stop.ckpt")
+    other = Weighting(solver=partial(MILD, rho=0.05))
+    trainer(tmp_path, max_steps=5).fit(other, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
+    certificate = other.certify()
+    assert certificate is not None
+    assert certificate.rho == 0.1
 
 
 def events(folder: Path) -> EventAccumulator:
