@@ -66,9 +66,7 @@ def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float
         classifier = retrain(module.classifier, some_images, some_labels)
         errors[name] = float((classifier(data.test[0]).argmax(1) != data.test[1]).float().mean())
         print(f"test error after training on {name}: {errors[name]:.3f}")
-    print(
-        f"{int((~kept).sum())} of {len(kept)} training samples have lost more than half of their weight; all are in {out}, worst first."
-    )
+    print(f"{int((~kept).sum())} of {len(kept)} samples lost more than half of their weight; all are in {out}, worst first.")
     return errors
 
 

@@ -47,9 +47,8 @@ def main() -> None:
 
     images, labels, _ = data.lower
     kept, (clean_images, clean_labels) = weights > 0.25, data.upper  # half of what they start with
-    print(
-        f"{int((~kept).sum())} samples have lost more than half of their weight, {float(corrupted[~kept].float().mean()):.1%} of them are wrong."
-    )
+    wrong = float(corrupted[~kept].float().mean())
+    print(f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of them are wrong.")
     for name, (some_images, some_labels) in {
         "all noisy data": (images, labels),
         "the validation set alone": (clean_images, clean_labels),
