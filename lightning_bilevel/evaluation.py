@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 __all__ = ["ModuleFunctions", "parameters_of"]
 
@@ -23,8 +22,15 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     return [[item] if isinstance(item, nn.Parameter) else [p for p in item.parameters() if p.requires_grad] for item in items]
 
 
-class ModuleFunctions(nn.Module):
+# Where a tensor stands: dictionaries of layers, and its name there; several if layers share it.
+Places = list[tuple[dict[str, Tensor | None], str]]
+
+
+class ModuleFunctions:
     """Calls a module's methods with other parameters than its own, and with buffers that are thrown away.
+
+    It does what ``torch.func.functional_call`` does, which finds out anew at each call where the tensors belong: on small
+    networks that took longer than the arithmetic of the solver.
 
     Args:
         module: The module.
@@ -33,15 +39,22 @@ class ModuleFunctions(nn.Module):
     """
 
     def __init__(self, module: nn.Module, upper: Iterable[nn.Parameter], lower: Iterable[nn.Parameter]) -> None:
-        super().__init__()
         self.module = module
-        names = {id(p): name for name, p in self.named_parameters()}
-        self.layout = [[(names[id(p)], p.shape, p.numel()) for p in level] for level in (upper, lower)]
+        homes: dict[int, Places] = {}
+        buffers: dict[int, Tensor] = {}
+        for layer in module.modules():
+            for entries in (layer._parameters, layer._buffers):
+                for name, tensor in entries.items():
+                    if tensor is not None:
+                        homes.setdefault(id(tensor), []).append((entries, name))
+            buffers |= {id(buffer): buffer for buffer in layer._buffers.values() if buffer is not None}
+        levels = [list(upper), list(lower)]
+        self.homes = [[homes[id(p)] for p in level] for level in levels]
+        self.shapes = [[p.shape for p in level] for level in levels]
+        self.sizes = [[p.numel() for p in level] for level in levels]
         # A batch-normalisation layer writes its running statistics on every call, also at trial points that are rejected
         # later. It writes into these copies, which are made good again whenever their version says they were written to.
-        self.shadows = {name: (buffer, buffer.clone()) for name, buffer in self.named_buffers()}
-        everything = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        self.tied = len(everything) > len(names) + len(self.shadows)
+        self.shadows = [(homes[i], buffer, buffer.clone()) for i, buffer in buffers.items()]
 
     def function(self, method: str, *args: Any, scale: float = 1.0) -> Callable[[Tensor, Tensor], Any]:
         """Return (x, y) -> scale * module.method(*args) for flat x and y."""
@@ -65,18 +78,23 @@ class ModuleFunctions(nn.Module):
 
         return evaluate
 
-    def forward(self, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self.module, method)(*args)
-
     def _call(self, method: str, point: tuple[Tensor | None, Tensor | None], args: tuple[Any, ...]) -> Any:
-        tensors: dict[str, Tensor] = {}
-        for level, vector in zip(self.layout, point, strict=True):
+        new: list[tuple[Places, Tensor]] = []
+        for homes, shapes, sizes, vector in zip(self.homes, self.shapes, self.sizes, point, strict=True):
             if vector is not None:
-                blocks = torch.split(vector, [size for _, _, size in level]) if len(level) > 1 else (vector,)
-                tensors.update((name, block.view(shape)) for (name, shape, _), block in zip(level, blocks, strict=True))
-        for name, (buffer, shadow) in self.shadows.items():
+                blocks = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
+                new.extend((places, block.view(shape)) for places, shape, block in zip(homes, shapes, blocks, strict=True))
+        for number, (places, buffer, shadow) in enumerate(self.shadows):
             if shadow._version:
                 shadow = buffer.clone()
-                self.shadows[name] = (buffer, shadow)
-            tensors[name] = shadow
-        return functional_call(self, tensors, (method, args), tie_weights=self.tied)
+                self.shadows[number] = (places, buffer, shadow)
+            new.append((places, shadow))
+        own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
+        try:
+            for places, tensor in new:
+                for entries, name in places:
+                    entries[name] = tensor
+            return getattr(self.module, method)(*args)
+        finally:
+            for entries, name, mine in own:
+                entries[name] = mine

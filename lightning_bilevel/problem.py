@@ -193,7 +193,7 @@ class BilevelProblem:
         self, name: str, terms: Sequence[Callable[[], tuple[Tensor, ...]]], inputs: tuple[Tensor, ...]
     ) -> tuple[list[float], list[Tensor | None]]:
         """Sum the terms' values, and differentiate their first value less their second in the inputs."""
-        total: Tensor | None = None
+        totals: list[Tensor] = []
         grads: list[Tensor | None] = [None] * len(inputs)
         with torch.enable_grad():
             for term in terms:
@@ -206,21 +206,22 @@ class BilevelProblem:
                     new_grads = torch.autograd.grad(target, inputs, allow_unused=True)
                     grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
                 # float64: the Moreau gap is a small difference of large numbers.
-                total = _plus(total, torch.stack([v.detach() for v in values]).double())
-        assert total is not None
+                new = [value.detach() for value in values]
+                totals = [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
         if self.reduce is not None:
             # A rank whose share does not depend on an input still takes part in the sum over that gradient; the flags tell
             # whether any rank's share does.
-            flags = total.new_tensor([grad is not None for grad in grads])
-            total, found = torch.split(self.reduce(torch.cat([total, flags])), [len(total), len(flags)])
+            flags = totals[0].new_tensor([grad is not None for grad in grads])
+            numbers = self.reduce(torch.cat([torch.stack(totals), flags]).double())
+            totals, found = list(numbers[: len(totals)]), numbers[len(totals) :].tolist()
             sums = [self.reduce(torch.zeros_like(v) if g is None else g) for g, v in zip(grads, inputs, strict=True)]
-            grads = [grad if flag else None for grad, flag in zip(sums, found.tolist(), strict=True)]
-        known = [grad for grad in grads if grad is not None]
-        # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way).
-        numbers = torch.cat([total, *(grad.sum(dtype=torch.float64).reshape(1) for grad in known)]).tolist()
-        count = len(total)
-        _check_finite(name, numbers[:count], numbers[count:], inputs)
-        return numbers[:count], grads
+            grads = [grad if flag else None for grad, flag in zip(sums, found, strict=True)]
+        # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way). One
+        # stack is one transfer from the device.
+        checks = [grad.sum(dtype=torch.float64) for grad in grads if grad is not None]
+        known = torch.stack([*totals, *checks]).tolist()
+        _check_finite(name, known[: len(totals)], known[len(totals) :], inputs)
+        return known[: len(totals)], grads
 
 
 class LowerLevel:

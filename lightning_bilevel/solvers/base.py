@@ -126,7 +126,7 @@ class BilevelOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 closure()
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
-        unchanged = self._point is not None and self._point[0] is problem and self._is_written(problem, *self._point[1:])
+        unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         x, y = self._point[1:] if unchanged and self._point else self._start(problem)
         try:
             x, y, facts = self.advance(problem, x, y, unchanged)
@@ -152,6 +152,8 @@ class BilevelOptimizer(Optimizer, ABC):
     def _forget(self) -> None:
         # (problem, x, y) after the last step.
         self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
+        # The parameters, each with the part of x or y that was written into it.
+        self._written: list[tuple[Tensor, Tensor]] = []
 
     def _blocks(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters, each with its part of x or y."""
@@ -161,8 +163,8 @@ class BilevelOptimizer(Optimizer, ABC):
             for parameter, block in zip(group["params"], blocks, strict=True):
                 yield parameter, block.view_as(parameter)
 
-    def _is_written(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> bool:
-        return all(torch.equal(parameter, block) for parameter, block in self._blocks(problem, x, y))
+    def _is_written(self) -> bool:
+        return all(torch.equal(parameter, block) for parameter, block in self._written)
 
     def _start(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
         """Read x and y from the parameters, and into their sets if they are outside."""
@@ -190,7 +192,8 @@ class BilevelOptimizer(Optimizer, ABC):
         return point[0], point[1]
 
     def _write(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        for parameter, block in self._blocks(problem, x, y):
+        self._written = list(self._blocks(problem, x, y))
+        for parameter, block in self._written:
             parameter.copy_(block)
         for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
             if unit != 1.0:

@@ -22,7 +22,6 @@ from lightning_bilevel.penalty import (
     smoothing_parameter,
 )
 from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError
-from lightning_bilevel.scalars import dot
 from lightning_bilevel.sets import Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp_constants import check_constants
@@ -106,6 +105,7 @@ class _Trial:
     merit: float
     bound: float
     step: float
+    dw: Tensor
     point: _Point | None
 
     def __str__(self) -> str:
@@ -230,7 +230,8 @@ class IVSP(BilevelOptimizer):
         def trial(L: float) -> _Trial:
             # w_L = P_C(w - (mu/L) [gamma grad f + G])
             w = C.project(here.w - (now.mu / L) * direction)
-            d = math.sqrt(_dot(w - here.w, w - here.w, split))
+            dw = w - here.w
+            d = math.sqrt(_dot(dw, dw, split))
             try:
                 there = self._evaluate(problem, w, split, here.z, zeta_next)
             except (NonFiniteError, InnerLoopError) as error:
@@ -238,12 +239,12 @@ class IVSP(BilevelOptimizer):
                 failures.append(error)
                 if c["fixed_L"] is not None or sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES:
                     raise
-                return _Trial(False, math.inf, merit, d, None)
+                return _Trial(False, math.inf, merit, d, dw, None)
             # gamma f(w_L) + phi(R_L + zeta+) <= gamma f(w) + phi(R) - c1/(2 mu) |w_L - w|^2 + tau
             value = now.gamma * there.f + phi.value(there.residual + zeta_next, now.mu)
             tau = allowance(d, L, now.mu, E, theta_low=c["theta_low"], theta_hat=c["theta_hat"]) + now.zeta + zeta_next
             bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + _rounding(here, there, now.gamma)
-            return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, there)
+            return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, dw, there)
 
         accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
         there = accepted.point
@@ -253,7 +254,7 @@ class IVSP(BilevelOptimizer):
         if c["fixed_L"] is None:
             # The next start is known already now, so nothing of the previous point needs keeping.
             dv = then.gamma * (there.grad_f - here.grad_f) + phi.slope(there.residual, then.mu) * there.grad_R - G
-            dw_dv, dv_dv = _dot(there.w - here.w, dv, split), _dot(dv, dv, split)
+            dw_dv, dv_dv = _dot(accepted.dw, dv, split), _dot(dv, dv, split)
             memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"])
         for group in self.param_groups:
             group["lr"] = now.mu / L
@@ -335,7 +336,8 @@ class IVSP(BilevelOptimizer):
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:
     """<a, b> over w = (x, y), each level summed on its own: x may be one number and y a million."""
-    return dot(a[:split], b[:split]) + dot(a[split:], b[split:])
+    product = a * b
+    return float(product[:split].sum(dtype=torch.float64)) + float(product[split:].sum(dtype=torch.float64))
 
 
 def _rounding(here: _Point, there: _Point, gamma: float) -> float:
