@@ -182,7 +182,8 @@ class FewShot(BilevelModule):
 
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets, which is all of g that depends on x."""
-        return self(batch[0])
+        features: Tensor = self(batch[0])
+        return features
 
     def lower_loss(self, batch: Any, features: Tensor) -> Tensor:
         """The mean loss on the support sets, all heads in one product."""
