@@ -1,9 +1,11 @@
 """Choose the settings of each method by its validation loss alone, every method with as many runs and the same time.
 
 A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml` with these arguments changed in
-its solver, or, with a leading dot, in its model. The test set is not looked at.
+its solver, or, with a leading dot, in its model. What stands under `common` is laid over every config first, such as another data
+set. The test set is not looked at.
 
-Run: python examples/tune.py configs/digits examples/grids/digits.yaml --budget 2s
+Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
+     python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s
 """
 
 from __future__ import annotations
@@ -11,11 +13,20 @@ from __future__ import annotations
 import argparse
 import copy
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lightning_bilevel.callbacks.budget import seconds
 from lightning_bilevel.compare import compare
+
+
+def lay_over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: lay_over(config[key], value) if isinstance(value, dict) and isinstance(config.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    return {**config, **both}
 
 
 def main() -> None:
@@ -26,13 +37,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", help="configs to tune; all of the grid if not given")
     given = parser.parse_args()
-    grid = {k: v for k, v in yaml.safe_load(given.grid.read_text()).items() if not given.only or k in given.only}
-    out = given.out or Path(f"tuning-{given.folder.name}-{given.budget}")
+    grid = yaml.safe_load(given.grid.read_text())
+    common = grid.pop("common", {})
+    grid = {name: runs for name, runs in grid.items() if not given.only or name in given.only}
+    out = given.out or Path(f"tuning-{given.grid.stem}-{given.budget}")
     variants = out / "configs"
     variants.mkdir(parents=True, exist_ok=True)
     changes = {}
     for name, runs in grid.items():
-        base = yaml.safe_load((given.folder / f"{name}.yaml").read_text())
+        base = lay_over(yaml.safe_load((given.folder / f"{name}.yaml").read_text()), common)
         for number, change in enumerate(runs):
             config = copy.deepcopy(base)
             model = config["model"]["init_args"]
