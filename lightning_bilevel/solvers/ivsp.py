@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.linesearch import allowance, backtrack, barzilai_borwein
+from lightning_bilevel.linesearch import LineSearchError, allowance, backtrack, barzilai_borwein
 from lightning_bilevel.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox
 from lightning_bilevel.penalty import (
     SmoothingName,
@@ -246,7 +246,15 @@ class IVSP(BilevelOptimizer):
             bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + _rounding(here, there, now.gamma)
             return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, dw, there)
 
-        accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
+        try:
+            accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
+        except LineSearchError as error:
+            if len(failures) < c["max_trials"]:
+                raise
+            # Not one trial could be evaluated: what stopped the last one says more than that none was accepted.
+            raise type(failures[-1])(
+                f"in each of {len(failures)} trials of the line search, in the last: {failures[-1]}"
+            ) from error
         there = accepted.point
         assert there is not None
         updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
