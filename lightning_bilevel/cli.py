@@ -6,14 +6,17 @@ import traceback
 from pathlib import Path
 from typing import Any, cast
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
 from lightning_bilevel.callbacks.certificate import CertificateReport
+from lightning_bilevel.callbacks.last import LastCheckpoint
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
 from lightning_bilevel.callbacks.progress import BilevelProgressBar
+from lightning_bilevel.checkpoints import WholeFileIO
 from lightning_bilevel.mixin import BilevelModule
 
 __all__ = ["BilevelCLI", "own_error"]
@@ -42,6 +45,12 @@ class BilevelCLI(LightningCLI):
         bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
         if type(bar) in (TQDMProgressBar, RichProgressBar):  # Lightning's default; a bar of the user's own stays
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
+        given = self._get(self.config_init, "trainer.callbacks") or []
+        for index, callback in enumerate(callbacks):
+            if type(callback) is ModelCheckpoint and callback not in given:  # likewise
+                callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

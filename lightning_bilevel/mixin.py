@@ -10,8 +10,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_bilevel.checkpoints import KEY as CHECKPOINT_KEY
+from lightning_bilevel.checkpoints import check_record, record
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks
 from lightning_bilevel.evaluation import Declared, ModuleFunctions, parameters_of
 from lightning_bilevel.kkt import Certificate, certify
@@ -234,10 +237,23 @@ class BilevelMixin:
         self._monitored = any(str(getattr(callback, "monitor", "")).startswith("bilevel/") for callback in callbacks)
         return declared.solver(declared.groups())
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in the checkpoint which solver and which problem it is of."""
+        declared = self._declared()
+        checkpoint[CHECKPOINT_KEY] = record(declared.solver(declared.groups()))
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load a float64 checkpoint as float64: the Trainer converts the module only after it has loaded the weights."""
-        if self._module().trainer.precision == "64-true":
-            self._module().double()
+        """Refuse a checkpoint of another run, and load a float64 one as float64.
+
+        The Trainer converts the module only after it has loaded the weights.
+        """
+        declared, trainer = self._declared(), self._module()._trainer
+        if trainer is not None:
+            resumes = trainer.state.fn == TrainerFn.FITTING
+            check_record(type(self).__name__, checkpoint, declared.solver(declared.groups()), resumes=resumes)
+            if trainer.precision == "64-true":
+                self._module().double()
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_bilevel.data.fullbatch import Chunks, as_chunks, samples_in
 from lightning_bilevel.problem import BilevelProblem
 from lightning_bilevel.scalars import norm
 
-__all__ = ["agree", "check_parts", "part_of", "total"]
+__all__ = ["agree", "any_of", "check_parts", "part_of", "total"]
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -66,6 +66,13 @@ def total(tensor: Tensor) -> Tensor:
     """Sum a tensor over all processes, in place."""
     torch.distributed.all_reduce(tensor)
     return tensor
+
+
+def any_of(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Tell of each flag whether any process has raised it."""
+    raised = torch.tensor(flags, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(raised, op=torch.distributed.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
 
 
 def agree(tensors: Iterable[Any], device: torch.device) -> bool:

@@ -38,6 +38,7 @@ PUBLIC = [
     "IVSPInfo",
     "IVSPMixin",
     "InnerLoopError",
+    "LastCheckpoint",
     "LineSearchError",
     "MEHA",
     "MNISTCleaning",
