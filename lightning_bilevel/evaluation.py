@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
 
 
 # Where a tensor stands: dictionaries of layers, and its name there; several if layers share it.
-Places = list[tuple[dict[str, Tensor | None], str]]
+Tensors = dict[str, Tensor | None]
+Places = list[tuple[Tensors, str]]
 
 
 class ModuleFunctions:
@@ -43,7 +44,7 @@ class ModuleFunctions:
         homes: dict[int, Places] = {}
         buffers: dict[int, Tensor] = {}
         for layer in module.modules():
-            for entries in (layer._parameters, layer._buffers):
+            for entries in (cast(Tensors, layer._parameters), layer._buffers):
                 for name, tensor in entries.items():
                     if tensor is not None:
                         homes.setdefault(id(tensor), []).append((entries, name))

@@ -39,16 +39,21 @@ def backtrack(trial: Callable[[float], T], curvature: float, max_trials: int) ->
     raise LineSearchError(f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted none: {result}")
 
 
-def barzilai_borwein(dw_dv: float, dv_dv: float, mu: float, previous_start: float, L_min: float, L_max: float) -> float:
+def barzilai_borwein(
+    dw_dv: float, dv_dv: float, mu: float, previous_start: float, L_min: float, L_max: float, *, dw_dw: float | None = None
+) -> float:
     r"""Return the first curvature of the next line search.
 
-    .. math:: L^{BB} = \mu \|\Delta v\|^2 / |\langle \Delta w, \Delta v \rangle|
+    .. math::
+        L^{\text{short}} = \mu \|\Delta v\|^2 / |\langle \Delta w, \Delta v \rangle|, \qquad
+        L^{\text{long}} = \mu |\langle \Delta w, \Delta v \rangle| / \|\Delta w\|^2
 
-    if that is safe (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and L_min <= L <= L_max), otherwise half
-    the previous start, clipped to [L_min, L_max].
+    the second if ``dw_dw`` is given, if that is safe (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and
+    L_min <= L <= L_max), otherwise half the previous start, clipped to [L_min, L_max]. They are named after the steps
+    :math:`\mu/L` that they lead to; the short one weighs stiff directions more.
     """
     if abs(dw_dv) > 1e-24:
-        guess = mu * dv_dv / abs(dw_dv)
+        guess = mu * dv_dv / abs(dw_dv) if dw_dw is None else mu * abs(dw_dv) / dw_dw
         if L_min <= guess <= L_max:
             return guess
     return min(L_max, max(L_min, previous_start / 2))

@@ -98,13 +98,13 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
     """Draw each metric against optimisation time, one panel each, as PNG and SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     metrics = _metrics(results)
     drawn = sorted((r for r in results if r.rows), key=lambda r: r.solver != "IVSP")
     if not metrics or not drawn:
         return
-    columns = min(len(metrics), 4)
+    columns = len(metrics) if len(metrics) <= 4 else 3
     lines = math.ceil(len(metrics) / columns)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}):
         figure = Figure(figsize=(3.4 * columns, 2.8 * lines + 0.7), layout="constrained")
@@ -130,6 +130,10 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
                     # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
                     axis.set_yscale("symlog", linthresh=min(positive))
                     axis.set_ylim(bottom=0)
+                if max(positive) < 100 * min(positive):
+                    # Powers of ten alone would leave such an axis with one label.
+                    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axis.yaxis.set_minor_formatter(NullFormatter())
             axis.set_xlabel("optimisation time (s)")
             axis.set_title(name)
@@ -138,6 +142,6 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
             axis.remove()
         handles, labels = axes[0].get_legend_handles_labels()
         figure.suptitle(title)
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8 if columns > 2 else 4), frameon=False)
         for suffix in (".png", ".svg"):
             figure.savefig(path.with_suffix(suffix), dpi=160)

@@ -46,6 +46,16 @@ class TestBarzilaiBorwein:
         h, mu, dw = 7.0, 0.01, 3.0
         dv = h / mu * dw
         assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11) == pytest.approx(mu * h / mu)
+        assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11, dw_dw=dw**2) == pytest.approx(mu * h / mu)
+
+    def test_the_long_step_is_the_longer_one(self) -> None:
+        # dv = diag(1, 100) dw: short weighs the stiff direction, long does not; both lie between the two curvatures.
+        dw, dv = (1.0, 0.1), (1.0, 10.0)
+        product, square, length = (sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((dw, dv), (dv, dv), (dw, dw)))
+        short = barzilai_borwein(product, square, 1.0, 1.0, 1e-11, 1e11)
+        long = barzilai_borwein(product, square, 1.0, 1.0, 1e-11, 1e11, dw_dw=length)
+        assert long == pytest.approx(2.0 / 1.01)
+        assert short == pytest.approx(101.0 / 2.0)
 
     @pytest.mark.parametrize("sign", [-1.0, 1.0])
     def test_takes_the_modulus_of_the_product(self, sign: float) -> None:

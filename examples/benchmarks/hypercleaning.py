@@ -1,7 +1,7 @@
 """IVSP's outer iteration on hyper-cleaning of MNIST's size against a bare loop that makes the same oracle calls.
 
-5,000 + 5,000 random images of 784 pixels and an MLP 784-32-10. The bare loop is plain torch on flat vectors: step by step as many gradients
-of g in y, passes of f and passes of g(x, y) - g(x, z) as IVSP made, and nothing else. Both run in this process, in turns.
+5,000 + 5,000 random images of 784 pixels and an MLP 784-32-10. The bare loop is plain torch on flat vectors: after each step of
+IVSP as many gradients of g in y, passes of f and passes of g(x, y) - g(x, z) as that step made, and nothing else.
 
 Run: python examples/benchmarks/hypercleaning.py
 """

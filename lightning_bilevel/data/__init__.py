@@ -7,5 +7,11 @@ from lightning_bilevel.data.cleaning import FashionMNISTCleaning as FashionMNIST
 from lightning_bilevel.data.cleaning import MNISTCleaning as MNISTCleaning
 from lightning_bilevel.data.cleaning import Splits as Splits
 from lightning_bilevel.data.corruption import corrupt_labels as corrupt_labels
+from lightning_bilevel.data.episodes import EpisodeData as EpisodeData
+from lightning_bilevel.data.episodes import Episodes as Episodes
+from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data.fullbatch import Chunks as Chunks
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule
+from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
+from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
+from lightning_bilevel.data.omniglot import OmniglotEpisodes as OmniglotEpisodes

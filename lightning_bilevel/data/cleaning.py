@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, as_chunks
 from lightning_bilevel.data.samples import (
+    DATA_VARIABLE,
     AnyDataset,
     Samples,
     as_images,
@@ -27,8 +28,6 @@ from lightning_bilevel.data.samples import (
 )
 
 __all__ = ["CleaningData", "DatasetCleaning", "DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning", "Splits"]
-
-DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 
 
 class Splits(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 __all__ = [
+    "DATA_VARIABLE",
     "AnyDataset",
     "Samples",
     "as_images",
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
 else:  # jsonargparse reads the arguments of a subclass of `Dataset` from YAML, but not those of a subclass of `Dataset[Any]`
     AnyDataset = Dataset
+
+# The environment variable that names the folder where data sets already are.
+DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 
 Samples = tuple[Tensor, Tensor]
 """Images and labels, each with one entry per sample."""

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,6 +146,8 @@ class IVSP(BilevelOptimizer):
         c1: :math:`c_1`, the decrease that the line search asks for.
         c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the penalty.
         L_init: :math:`L_{0,0}`, where the first line search starts.
+        bb: Which Barzilai-Borwein step a line search starts from: ``"short"`` (the paper's), or ``"long"``, which is less
+            timid where a few directions are much stiffer than the others.
         L_min: The smallest start of a line search.
         L_max: The largest start of a line search.
         L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
@@ -182,6 +184,7 @@ class IVSP(BilevelOptimizer):
         c1: float = 1e-4,
         c2: float = 1.0,
         L_init: float = 1.0,
+        bb: Literal["short", "long"] = "short",
         L_min: float = 1e-11,
         L_max: float = 1e11,
         L_xy: float = 1.0,
@@ -263,7 +266,8 @@ class IVSP(BilevelOptimizer):
             # The next start is known already now, so nothing of the previous point needs keeping.
             dv = then.gamma * (there.grad_f - here.grad_f) + phi.slope(there.residual, then.mu) * there.grad_R - G
             dw_dv, dv_dv = _dot(accepted.dw, dv, split), _dot(dv, dv, split)
-            memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"])
+            long = accepted.step**2 if c["bb"] == "long" else None
+            memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"], dw_dw=long)
         for group in self.param_groups:
             group["lr"] = now.mu / L
         memory.update(penalty_updates=t + updated, multiplier=phi.slope(there.residual, now.mu) / now.gamma)

@@ -1,0 +1,56 @@
+"""Choose the settings of each method by its validation loss alone, every method with as many runs and the same time.
+
+A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml` with these arguments changed in
+its solver, or, with a leading dot, in its model. The test set is not looked at.
+
+Run: python examples/tune.py configs/digits examples/grids/digits.yaml --budget 2s
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+
+import yaml
+
+from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.compare import compare
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--budget", default="2s")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", help="configs to tune; all of the grid if not given")
+    given = parser.parse_args()
+    grid = {k: v for k, v in yaml.safe_load(given.grid.read_text()).items() if not given.only or k in given.only}
+    out = given.out or Path(f"tuning-{given.folder.name}-{given.budget}")
+    variants = out / "configs"
+    variants.mkdir(parents=True, exist_ok=True)
+    changes = {}
+    for name, runs in grid.items():
+        base = yaml.safe_load((given.folder / f"{name}.yaml").read_text())
+        for number, change in enumerate(runs):
+            config = copy.deepcopy(base)
+            model = config["model"]["init_args"]
+            for key, value in change.items():
+                if key.startswith("."):
+                    model[key[1:]] = value
+                else:
+                    model["solver"]["init_args"][key] = value
+            changes[f"{name}-{number}"] = change
+            (variants / f"{name}-{number}.yaml").write_text(yaml.safe_dump(config))
+    files = [variants / f"{name}.yaml" for name in changes]
+    results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
+    losses = {r.name: r.rows[-1]["val_loss"] if r.rows and not r.error else float("inf") for r in results}
+    for name in grid:
+        mine = sorted((loss, run) for run, loss in losses.items() if run.rsplit("-", 1)[0] == name)
+        for loss, run in mine:
+            print(f"{name:8s} {loss:10.4g}  {changes[run]}")
+
+
+if __name__ == "__main__":
+    main()

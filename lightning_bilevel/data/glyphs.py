@@ -1,0 +1,88 @@
+"""Glyphs: characters of random strokes that we draw ourselves, so that few-shot learning runs without a download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.data.episodes import EpisodeData
+
+__all__ = ["GlyphEpisodes", "draw_glyphs"]
+
+# A pen's radius, and the width over which its ink fades, in parts of the image.
+_PEN, _FADE = 0.035, 0.015
+_POINTS = 40
+
+
+def draw_glyphs(classes: int, drawings: int, size: int = 28, seed: int = 0) -> Tensor:
+    """Draw characters of two to four random Bezier strokes, each several times with an unsteady hand.
+
+    Args:
+        classes: How many characters.
+        drawings: Drawings of each.
+        size: Height and width of an image.
+        seed: Decides the characters and the hand; character i depends on the seed and i alone.
+
+    Returns:
+        Images of shape (classes, drawings, 1, size, size), ink 1 on paper 0.
+    """
+    axis = (torch.arange(size) + 0.5) / size
+    pixels = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+    t = torch.linspace(0, 1, _POINTS).reshape(-1, 1)
+    # Cubic Bezier curve: the weights of its four control points along it.
+    weights = torch.cat([(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3], dim=1)
+    return torch.stack([_draw(drawings, size, pixels, weights, seed * 1_000_003 + i) for i in range(classes)])
+
+
+def _draw(drawings: int, size: int, pixels: Tensor, weights: Tensor, key: int) -> Tensor:
+    generator = torch.Generator().manual_seed(key)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    strokes = int(torch.randint(2, 5, (), generator=generator))
+    controls = 0.15 + 0.7 * torch.rand(strokes, 4, 2, generator=generator)
+    hand = controls + 0.025 * normal(drawings, strokes, 4, 2)
+    angle, scale, shift = 0.15 * normal(drawings), 1 + 0.08 * normal(drawings), 0.04 * normal(drawings, 1, 2)
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2) * scale.reshape(-1, 1, 1)
+    points = (weights @ hand).flatten(1, 2)
+    points = (points - 0.5) @ turn + 0.5 + shift
+    distance = torch.cdist(pixels, points, compute_mode="donot_use_mm_for_euclid_dist").amin(-1)
+    return torch.sigmoid((_PEN - distance) / _FADE).reshape(drawings, 1, size, size)
+
+
+class GlyphEpisodes(EpisodeData):
+    """Few-shot episodes of drawn glyphs: nothing to download.
+
+    Args:
+        image_size: The height and width of an image.
+        drawings: Drawings of each character.
+        glyph_seed: Decides the characters.
+        train_classes: Classes of the training split.
+        validation_classes: Classes of the validation split.
+        test_classes: Classes of the test split.
+        options: The other arguments of :class:`~lightning_bilevel.data.episodes.EpisodeData`.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 28,
+        drawings: int = 20,
+        glyph_seed: int = 0,
+        train_classes: int = 200,
+        validation_classes: int = 50,
+        test_classes: int = 50,
+        **options: Any,
+    ) -> None:
+        classes = {"train_classes": train_classes, "validation_classes": validation_classes, "test_classes": test_classes}
+        super().__init__(**classes, **options)
+        for name, value in (("image_size", image_size), ("drawings", drawings)):
+            if value < 1:
+                raise ValueError(f"`GlyphEpisodes({name}={value})` must be at least 1.")
+        self.image_size, self.drawings, self.glyph_seed = image_size, drawings, glyph_seed
+
+    def load(self) -> Tensor:
+        """Draw all glyphs."""
+        return draw_glyphs(sum(size or 0 for size in self.classes.values()), self.drawings, self.image_size, self.glyph_seed)

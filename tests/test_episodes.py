@@ -1,0 +1,312 @@
+"""Episodes: fixed, reproducible by index, of classes that do not overlap."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from PIL import Image
+
+from lightning_bilevel import EpisodeData, Episodes, GlyphEpisodes, OmniglotEpisodes, TaskEpisodes, draw_glyphs
+from lightning_bilevel.data.episodes import draw_episode
+
+
+class Numbered(EpisodeData):
+    """An image says of which class and example it is."""
+
+    def load(self) -> torch.Tensor:
+        classes, examples = torch.arange(40).view(-1, 1, 1, 1, 1), torch.arange(6).view(1, -1, 1, 1, 1)
+        return (100 * classes + examples).expand(40, 6, 1, 2, 2).float()
+
+
+def numbered(**options: Any) -> Numbered:
+    sizes = {"ways": 4, "shots": 2, "queries": 3, "n_train": 9, "n_validation": 5, "n_test": 6}
+    data = Numbered(**{**sizes, "train_classes": 20, "validation_classes": 10, **options})
+    data.setup()
+    return data
+
+
+def classes(episodes: Episodes) -> set[int]:
+    return set((torch.cat([episodes.support, episodes.query], 1)[..., 0, 0, 0] // 100).int().flatten().tolist())
+
+
+def splits(data: EpisodeData) -> dict[str, Episodes]:
+    train = Episodes(*data.lower[:2], *data.upper[:2])
+    return {"train": train, "validation": data.validation, "test": data.test}
+
+
+def test_episodes_have_their_shape_and_never_an_image_twice() -> None:
+    for name, episodes in splits(numbered()).items():
+        count = {"train": 9, "validation": 5, "test": 6}[name]
+        assert episodes.support.shape == (count, 8, 1, 2, 2)
+        assert episodes.query.shape == (count, 12, 1, 2, 2)
+        for support, support_labels, query, query_labels in zip(*episodes, strict=True):
+            codes = torch.cat([support, query])[:, 0, 0, 0].int()
+            labels = torch.cat([support_labels, query_labels])
+            assert len(set(codes.tolist())) == 20
+            # one class, one label
+            assert len(set(zip((codes // 100).tolist(), labels.tolist(), strict=True))) == 4
+            assert torch.equal(torch.bincount(support_labels), torch.full((4,), 2))
+            assert torch.equal(torch.bincount(query_labels), torch.full((4,), 3))
+
+
+def test_splits_share_no_class() -> None:
+    found = [classes(episodes) for episodes in splits(numbered(n_train=200, n_validation=200, n_test=200)).values()]
+    assert [len(part) for part in found] == [20, 10, 10]
+    assert len(set.union(*found)) == 40
+
+
+def test_an_episode_depends_on_seed_split_and_index_alone() -> None:
+    many, few = numbered(n_train=9), numbered(n_train=3, n_validation=1)
+    assert torch.equal(many.lower[0][:3], few.lower[0])
+    assert torch.equal(many.upper[0][:3], few.upper[0])
+    assert torch.equal(many.test.query, few.test.query)
+    other = numbered(seed=7)
+    assert not torch.equal(other.lower[0], many.lower[0])
+    assert classes(splits(other)["train"]) <= set(range(40))
+    moved = numbered(split_seed=1, n_train=200)
+    assert classes(splits(moved)["train"]) != classes(splits(numbered(n_train=200))["train"])
+
+
+def test_the_draw_is_the_same_on_every_machine() -> None:
+    images = Numbered().load()
+    support, *_ = draw_episode(images, 3, 1, 1, "42/train/0")
+    assert support[:, 0, 0, 0].tolist() == [2300.0, 1404.0, 3405.0]
+
+
+def test_levels_carry_the_number_of_each_episode() -> None:
+    data = numbered()
+    assert torch.equal(data.upper[2], torch.arange(9))
+    assert torch.equal(data.lower[2], torch.arange(9))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ways": 1}, "`Numbered(ways=1)` must be at least 2."),
+        ({"shots": 0}, "`Numbered(shots=0)` must be at least 1."),
+        ({"n_test": 0}, "`Numbered(n_test=0)` must be at least 1."),
+        ({"ways": 12}, "`Numbered(ways=12, validation_classes=10)`: an episode needs 12 classes."),
+        (
+            {"train_classes": 30},
+            "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` with ways=4 needs 44 classes: there are 40.",
+        ),
+        ({"queries": 5}, "`Numbered(shots=2, queries=5)` needs 7 examples of each class: there are 6."),
+    ],
+)
+def test_sizes_that_the_data_do_not_have_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        numbered(**given)
+
+
+def test_the_base_has_no_images() -> None:
+    with pytest.raises(NotImplementedError, match=r"`EpisodeData` must define `load\(\)`"):
+        EpisodeData().setup()
+
+
+class TestTasks:
+    def test_episodes_go_to_tasks_and_back(self) -> None:
+        train = splits(numbered())["train"]
+        tasks = list(train.tasks())
+        assert len(tasks) == 9
+        assert tasks[0][0].shape == (20, 1, 2, 2)
+        assert tasks[0][1].tolist() == [label for label in range(4) for _ in range(5)]
+        back = Episodes.from_tasks(tasks, count=9, shots=2)
+        for mine, theirs in zip(train, back, strict=True):
+            assert torch.equal(mine, theirs)
+
+    def test_labels_may_be_any_integers_in_any_order(self) -> None:
+        data, labels = torch.arange(6).view(6, 1, 1, 1).float(), torch.tensor([7, 3, 7, 3, 3, 7])
+        support, support_labels, query, query_labels = Episodes.from_tasks([(data, labels)], count=1, shots=1)
+        assert support[0, :, 0, 0, 0].tolist() == [1.0, 0.0]
+        assert support_labels.tolist() == [[0, 1]]
+        assert query[0, :, 0, 0, 0].tolist() == [3.0, 4.0, 2.0, 5.0]
+        assert query_labels.tolist() == [[0, 0, 1, 1]]
+
+    def test_the_data_module_takes_them_as_they_are(self) -> None:
+        parts = splits(numbered())
+        data = TaskEpisodes(**parts)
+        data.setup()
+        assert (data.ways, data.shots, data.queries, data.n_train, data.image_shape) == (4, 2, 3, 9, (1, 2, 2))
+        assert data.validation is parts["validation"]
+        assert torch.equal(data.upper[0], parts["train"].query)
+
+    @pytest.mark.parametrize(
+        ("tasks", "options", "message"),
+        [
+            ([], {"count": 1, "shots": 1}, "was given 0 tasks: there must be at least 1"),
+            ([], {"count": 1, "shots": 0}, "both must be at least 1"),
+            ([torch.zeros(3)], {"count": 1, "shots": 1}, r"task 0 must be a pair \(data, labels\)"),
+            ([(torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))], {"count": 1, "shots": 1}, "has 2 classes of 1 or 3 examples"),
+            ([(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]))], {"count": 1, "shots": 2}, "more than the 2 of the support"),
+            (
+                [(torch.zeros(4, n), torch.tensor([0, 0, 1, 1])) for n in (1, 2)],
+                {"count": 2, "shots": 1},
+                r"task 1 has shapes .* they must agree",
+            ),
+        ],
+    )
+    def test_tasks_that_are_none_are_refused(self, tasks: Any, options: dict[str, int], message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            Episodes.from_tasks(tasks, **options)
+
+    def test_the_data_module_refuses_what_is_not_episodes(self) -> None:
+        train = splits(numbered())["train"]
+        with pytest.raises(TypeError, match=r"`TaskEpisodes\(test=...\)` is a list: it must be `Episodes`"):
+            TaskEpisodes(train, train, [])  # type: ignore[arg-type]
+        large = Episodes(train.support.repeat(1, 1, 1, 2, 2), *train[1:])
+        with pytest.raises(ValueError, match=r"`TaskEpisodes\(test=...\)` has images of shape \(1, 4, 4\)"):
+            TaskEpisodes(train, train, large)
+
+
+class TestGlyphs:
+    def test_a_class_looks_like_itself(self) -> None:
+        images = draw_glyphs(30, 8)
+        assert images.shape == (30, 8, 1, 28, 28)
+        assert float(images.min()) >= 0
+        assert float(images.max()) <= 1
+        assert 0.03 < float(images.mean()) < 0.3
+        # The nearest other drawing is of the same class far more often than by chance, and not always.
+        flat = torch.nn.functional.avg_pool2d(images.flatten(0, 1), 4).flatten(1)
+        distance = torch.cdist(flat, flat).fill_diagonal_(torch.inf)
+        labels = torch.arange(30).repeat_interleave(8)
+        right = float((labels[distance.argmin(1)] == labels).float().mean())
+        assert 0.5 < right < 1.0
+
+    def test_a_character_depends_on_seed_and_number_alone(self) -> None:
+        assert torch.equal(draw_glyphs(2, 3), draw_glyphs(5, 3)[:2])
+        assert not torch.equal(draw_glyphs(2, 3), draw_glyphs(2, 3, seed=1))
+
+    @pytest.mark.parametrize("name", ["image_size", "drawings"])
+    def test_nothing_to_draw_is_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=rf"`GlyphEpisodes\({name}=0\)` must be at least 1"):
+            GlyphEpisodes(**{name: 0})
+
+
+class Tiny(OmniglotEpisodes):
+    CLASSES = {"images_background": 4, "images_evaluation": 3}  # noqa: RUF012
+    DRAWINGS = 3
+
+
+TINY = {"ways": 2, "shots": 1, "queries": 2, "n_train": 2, "n_validation": 2, "n_test": 2}
+TINY |= {"train_classes": 3, "validation_classes": 2}
+
+
+def drawing(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (105, 105), shade).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def members(part: str, count: int) -> dict[str, bytes]:
+    return {f"{part}/Alphabet/character{c:02}/{c:04}_{d}.png": drawing(10 * c + d) for c in range(count) for d in range(3)}
+
+
+def archive(root: Path, part: str, content: dict[str, bytes]) -> Path:
+    path = root / "omniglot-py" / f"{part}.zip"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in content.items():
+            file.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for part, count in Tiny.CLASSES.items():
+        archive(tmp_path, part, members(part, count))
+    return tmp_path
+
+
+class TestOmniglot:
+    def test_drawings_come_in_order_as_ink_on_paper(self, root: Path) -> None:
+        data = Tiny(root=str(root), image_size=20, **TINY)
+        data.prepare_data()
+        images = data.load()
+        assert images.shape == (7, 3, 1, 20, 20)
+        shades = [10 * c + d for count in (4, 3) for c in range(count) for d in range(3)]
+        assert torch.allclose(images[..., 0, 0, 0].flatten(), 1 - torch.tensor(shades) / 255)
+
+    def test_they_are_decoded_once(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = Tiny(root=str(root), **TINY).load()
+        monkeypatch.setattr("lightning_bilevel.data.omniglot._decode", None)
+        assert torch.equal(Tiny(root=str(root), **TINY).load(), first)
+        with pytest.raises(TypeError):  # another size is another cache
+            Tiny(root=str(root), image_size=20, **TINY).load()
+
+    def test_extracted_folders_will_do(self, root: Path) -> None:
+        first = Tiny(root=str(root), **TINY).load()
+        for part in Tiny.CLASSES:
+            path = root / "omniglot-py" / f"{part}.zip"
+            with zipfile.ZipFile(path) as file:
+                file.extractall(root / "omniglot-py")
+            path.unlink()
+        data = Tiny(root=str(root), **TINY)
+        data.prepare_data()
+        assert torch.equal(data.load(), first)
+
+    def test_a_cache_that_cannot_be_written_is_no_error(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (root / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file"))
+        assert len(Tiny(root=str(root), **TINY).load()) == 7
+
+    def test_names_that_lead_elsewhere_are_not_read(self, root: Path) -> None:
+        part = "images_evaluation"
+        archive(root, part, {**members(part, 3), "../../outside.png": drawing(0), f"{part}/../../x/y.png": drawing(0)})
+        assert len(Tiny(root=str(root), **TINY).load()) == 7
+        assert not (root.parent / "outside.png").exists()
+
+    def test_incomplete_archives_are_refused(self, root: Path) -> None:
+        part = "images_evaluation"
+        archive(root, part, members(part, 2))
+        with pytest.raises(MisconfigurationException, match="images_evaluation is incomplete, with 6 drawings of 2 characters"):
+            Tiny(root=str(root), **TINY).setup()
+
+    def test_broken_archives_are_refused(self, root: Path) -> None:
+        path = root / "omniglot-py" / "images_background.zip"
+        path.write_bytes(path.read_bytes()[:500])
+        with pytest.raises(MisconfigurationException, match=r"images_background\.zip is no whole archive"):
+            Tiny(root=str(root), **TINY).setup()
+        archive(root, "images_background", dict.fromkeys(members("images_background", 4), b"no image"))
+        with pytest.raises(MisconfigurationException, match=r"character00/0000_0\.png is no image"):
+            Tiny(root=str(root), **TINY).setup()
+        archive(root, "images_background", members("images_background", 4))
+        content = path.read_bytes()
+        at = content.index(b"IDAT")
+        path.write_bytes(content[:at] + b"0000" + content[at + 4 :])
+        with pytest.raises(MisconfigurationException, match="cannot be read"):
+            Tiny(root=str(root), **TINY).setup()
+
+    def test_missing_archives_name_root_and_variable(self, tmp_path: Path) -> None:
+        with pytest.raises(MisconfigurationException) as error:
+            Tiny(root=str(tmp_path / "none"), **TINY).setup()
+        assert "has neither images_background.zip nor the folder images_background in" in str(error.value)
+        assert "LIGHTNING_BILEVEL_DATA" in str(error.value)
+
+    def test_a_failed_download_says_what_to_put_where(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def offline(*_: Any, **__: Any) -> None:
+            raise OSError("no network")
+
+        monkeypatch.setattr("torchvision.datasets.Omniglot", offline)
+        with pytest.raises(MisconfigurationException) as error:
+            Tiny(root=str(tmp_path / "none"), **TINY).prepare_data()
+        for word in ("images_background.zip", "images_evaluation.zip", "LIGHTNING_BILEVEL_DATA", "`root`"):
+            assert word in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"image_size": 0}, r"`OmniglotEpisodes\(image_size=0\)` must be from 1 to 105"),
+            ({"shots": 10, "queries": 11}, r"`OmniglotEpisodes\(shots=10, queries=11\)` needs 21 drawings .* there are 20"),
+        ],
+    )
+    def test_bad_arguments_are_refused(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            OmniglotEpisodes(**given)
