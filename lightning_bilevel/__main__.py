@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bilevel import compare
 from lightning_bilevel.cli import BilevelCLI, own_error
 from lightning_bilevel.problem import BilevelError
 
 __all__ = ["main"]
+
+# A folder that cannot be written to and a disk that is full are no errors of the program.
+_OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -21,6 +27,13 @@ def main(args: list[str] | None = None) -> None:
             compare.main(given[1:])
         else:
             BilevelCLI(args)
+    except SIGTERMException:
+        sys.exit(128 + signal.SIGTERM)  # as a shell reports it; Lightning would end with 0
+    except OSError as error:
+        if error.errno not in _OUTPUT:
+            raise
+        print(f"lightning-bilevel: {error}", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, TypeError, BilevelError, MisconfigurationException) as error:
         cause = own_error(error)
         if cause is None:

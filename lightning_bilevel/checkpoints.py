@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -47,8 +48,11 @@ class WholeFileIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
-        except (RuntimeError, EOFError, ValueError) as error:
-            raise MisconfigurationException(f"`ckpt_path={str(path)!r}` is not a whole checkpoint: {error}") from error
+        except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+            why = (str(error) or "it ends too early").splitlines()[0]
+            raise MisconfigurationException(
+                f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: {why}"
+            ) from error
         return loaded
 
 

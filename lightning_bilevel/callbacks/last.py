@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -51,8 +54,18 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        assert self.dirpath is not None
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            try:
+                os.makedirs(self.dirpath, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.dirpath):
+                    pass
+            except OSError as error:
+                raise CheckpointError(
+                    f"no checkpoint can be written to {self.dirpath} ({error}): name another folder."
+                ) from error
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,25 +77,20 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert self._saved_at is not None
-        due = time.monotonic() - self._saved_at >= self.interval
-        interrupted, terminated = self._told == signal.SIGINT, self._told == signal.SIGTERM
-        if trainer.world_size > 1:
-            due, interrupted, terminated = any_of((due, interrupted, terminated), trainer.strategy.root_device)
-        if due or interrupted or terminated:
-            self._save(trainer)
-        if interrupted:
-            raise KeyboardInterrupt
-        if terminated:
-            raise SIGTERMException
+        # Resumed from between a batch and its validation, Lightning leaves the validation out.
+        if not trainer.is_last_batch and (batch_idx + 1) % (trainer.val_check_batch or math.inf):
+            self._save_if_due(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save nothing: the interval is what counts."""
+        # Resumed from here, Lightning counts a batch too many on the loggers' axis of validations: only where there is no other
+        # place.
+        if trainer.num_training_batches == 1:
+            self._save_if_due(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save nothing: the interval is what counts."""
+        """Save nothing: the next batch comes at once."""
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,6 +106,19 @@ class LastCheckpoint(ModelCheckpoint):
         whole = isinstance(exception, Exception) and (trainer.world_size == 1 or isinstance(exception, BilevelError))
         if began and whole and not isinstance(exception, CheckpointError):
             self._save(trainer)
+
+    def _save_if_due(self, trainer: Trainer) -> None:
+        assert self._saved_at is not None
+        due = time.monotonic() - self._saved_at >= self.interval
+        interrupted, terminated = self._told == signal.SIGINT, self._told == signal.SIGTERM
+        if trainer.world_size > 1:
+            due, interrupted, terminated = any_of((due, interrupted, terminated), trainer.strategy.root_device)
+        if due or interrupted or terminated:
+            self._save(trainer)
+        if interrupted:
+            raise KeyboardInterrupt
+        if terminated:
+            raise SIGTERMException
 
     def _save(self, trainer: Trainer) -> None:
         if self._should_skip_saving_checkpoint(trainer):
