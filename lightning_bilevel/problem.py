@@ -202,15 +202,20 @@ class BilevelProblem:
     def check(self, x: Tensor, y: Tensor) -> None:
         """Evaluate f and g twice and refuse a problem whose values differ: a line search would compare different functions."""
         calls = self.calls
-        for name in ("f", "g"):
-            first, second = (self.upper(x, y).value if name == "f" else self.at(x).value(y) for _ in range(2))
+        self.check_unchanged(x, y, self.upper(x, y).value, self.at(x).value(y))
+        self.at(x).gradient(y)
+        self.calls = calls
+
+    def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
+        """Evaluate f and g where they were f and g before, and refuse a problem that has changed."""
+        calls = self.calls
+        for name, first, second in (("f", f, self.upper(x, y).value), ("g", g, self.at(x).value(y))):
             # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
             if abs(first - second) > 1e3 * torch.finfo(y.dtype).eps * max(abs(first), abs(second)):
                 raise BilevelError(
                     f"{_NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the methods here need a "
                     "deterministic objective. Switch off dropout and random augmentation, or fix their random numbers."
                 )
-        self.at(x).gradient(y)
         self.calls = calls
 
     def _sum(

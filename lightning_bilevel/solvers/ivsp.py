@@ -25,6 +25,7 @@ from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, 
 from lightning_bilevel.sets import Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp_constants import check_constants
+from lightning_bilevel.solvers.ivsp_faults import check_trials, warn_of_stall
 
 __all__ = ["IVSP", "IVSPInfo"]
 
@@ -203,6 +204,7 @@ class IVSP(BilevelOptimizer):
         super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
         self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
         self._known: _Point | None = None
+        self._stalled = False
 
     @property
     def envelope(self) -> Envelope:
@@ -251,15 +253,15 @@ class IVSP(BilevelOptimizer):
 
         try:
             accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
-        except LineSearchError as error:
-            if len(failures) < c["max_trials"]:
-                raise
-            # Not one trial could be evaluated: what stopped the last one says more than that none was accepted.
-            raise type(failures[-1])(
-                f"in each of {len(failures)} trials of the line search, in the last: {failures[-1]}"
-            ) from error
+        except LineSearchError:
+            check_trials(failures, c["max_trials"])
+            problem.check_unchanged(x, y, here.f, here.lower)
+            raise
         there = accepted.point
         assert there is not None
+        if accepted.step == 0.0:
+            check_trials(failures, trials - 1)
+            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, direction, C)
         updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
         then = self._parameters(k + 1, t + updated)
         if c["fixed_L"] is None:
