@@ -111,6 +111,7 @@ def inexact_prox(
     L_yy: float,
     halvings: int = 0,
     max_inner: int = 10_000,
+    accelerated: bool = False,
 ) -> tuple[Tensor, int]:
     r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm 2).
 
@@ -120,6 +121,10 @@ def inexact_prox(
 
     with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls while the curvature is above
     :math:`1/\eta`, says that L_yy is too small for g here: the step is then halved and the loop starts again.
+
+    Accelerated, the next iteration starts from :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
+    :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex functions): about the square
+    root of as many iterations where rho L_yy is large. The stopping rule holds from any point, so it is the same.
 
     Args:
         lower: g(x, .).
@@ -131,11 +136,12 @@ def inexact_prox(
         L_yy: The Lipschitz constant of the gradient of g(x, .).
         halvings: How often the step has been halved so far.
         max_inner: The cap on iterations.
+        accelerated: Whether to use Nesterov's momentum.
 
     Returns:
         The point, and how often the step has been halved.
     """
-    start, eta = z, 0.5**halvings / (L_yy + 1 / envelope.rho)
+    start, last, eta = z, z, 0.5**halvings / (L_yy + 1 / envelope.rho)
     first = best = math.inf
     previous: tuple[Tensor, Tensor] | None = None
     done = since_best = undefined = 0
@@ -166,8 +172,11 @@ def inexact_prox(
                     return new, halvings
                 since_best = 0
             previous, z = (z, direction), new
+            if accelerated:
+                root = math.sqrt(envelope.modulus * eta)
+                z, last = new + (1 - root) / (1 + root) * (new - last), new
         if too_long:
-            halvings, eta, z = halvings + 1, eta / 2, start
+            halvings, eta, z, last = halvings + 1, eta / 2, start, start
             first, best, previous, since_best = math.inf, math.inf, None, 0
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "

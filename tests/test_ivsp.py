@@ -728,6 +728,7 @@ class TestConstants:
             ({"fixed_L": math.nan}, "`IVSP(fixed_L=nan)` must be positive and finite, or None for the line search."),
             ({"fixed_L": "1"}, "`IVSP(fixed_L='1')` must be positive and finite, or None for the line search."),
             ({"smoothing": "abs"}, '`IVSP(smoothing=\'abs\')` must be "huber" or "softplus".'),
+            ({"inner": "newton"}, '`IVSP(inner=\'newton\')` must be "gradient" or "accelerated".'),
             ({"bb": "both"}, '`IVSP(bb=\'both\')` must be "short" or "long".'),
             ({"L_min": 2.0, "L_max": 1.0}, "`IVSP(L_min=2.0)` must be at most L_max=1.0."),
             ({"q": 0.0}, "`IVSP(q=0.0)` must be positive and finite, or None for 1/r + 0.01."),

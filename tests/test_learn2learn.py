@@ -39,7 +39,7 @@ def test_a_taskset_is_a_source_of_episodes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = FewShot(tasks=5, ways=3, channels=4, image_size=16, solver=lambda groups: BOME(groups, xi=0.5, alpha=0.5, eta=0.1))
     run = trainer(tmp_path, max_steps=5)
-    run.fit(module, datamodule=TaskEpisodes(episodes, episodes, episodes))
+    run.fit(module, datamodule=TaskEpisodes(episodes, episodes, episodes, epoch_length=5))
     assert run.global_step == 5
     assert "val_error" in run.callback_metrics
 

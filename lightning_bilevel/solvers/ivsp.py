@@ -153,6 +153,8 @@ class IVSP(BilevelOptimizer):
         L_max: The largest start of a line search.
         L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
         L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy + 1/rho).
+        inner: How a Moreau evaluation is made: ``"gradient"`` (the paper's), or ``"accelerated"``, which takes about the square
+            root of as many iterations where rho * L_yy is large.
         B_R: Bound on the norm of the gradient of R.
         theta_low: :math:`\underline\vartheta`, the lower bound in the allowance :math:`\tau`.
         theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple of L.
@@ -190,6 +192,7 @@ class IVSP(BilevelOptimizer):
         L_max: float = 1e11,
         L_xy: float = 1.0,
         L_yy: float = 1.0,
+        inner: Literal["gradient", "accelerated"] = "gradient",
         B_R: float = 1e3,
         theta_low: float = 1e-24,
         theta_hat: float = 1.99,
@@ -318,6 +321,7 @@ class IVSP(BilevelOptimizer):
             L_yy=c["L_yy"],
             halvings=self.memory["halvings"],
             max_inner=c["max_inner"],
+            accelerated=c["inner"] == "accelerated",
         )
         return self._measure(problem, lower, w, y, z, halvings)
 

@@ -21,7 +21,7 @@ def check_constants(c: dict[str, Any]) -> None:
         return isinstance(value, (int, float)) and math.isfinite(value)
 
     for name, value in c.items():
-        if name not in ("smoothing", "bb", "fixed_L", "q") and not finite(value):
+        if name not in ("smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
             refuse(name, "a finite number")
     for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
         if c[name] is not None and not (finite(c[name]) and c[name] > 0):
@@ -43,6 +43,8 @@ def check_constants(c: dict[str, Any]) -> None:
         refuse("smoothing", '"huber" or "softplus"')
     if c["bb"] not in ("short", "long"):
         refuse("bb", '"short" or "long"')
+    if c["inner"] not in ("gradient", "accelerated"):
+        refuse("inner", '"gradient" or "accelerated"')
     if c["L_min"] > c["L_max"]:
         refuse("L_min", f"at most L_max={c['L_max']!r}")
     try:
