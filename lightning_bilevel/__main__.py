@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from argparse import ArgumentError
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bilevel import compare
-from lightning_bilevel.cli import BilevelCLI, own_error
-from lightning_bilevel.problem import BilevelError
+from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.messages import own_error, parsing_error
 
 __all__ = ["main"]
 
@@ -34,8 +35,11 @@ def main(args: list[str] | None = None) -> None:
             raise
         print(f"lightning-bilevel: {error}", file=sys.stderr)
         sys.exit(1)
-    except (ValueError, TypeError, BilevelError, MisconfigurationException) as error:
-        cause = own_error(error)
+    except ArgumentError as error:
+        print(f"lightning-bilevel: {parsing_error(str(error))}\nSee `lightning-bilevel fit --help`.", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        cause = error if isinstance(error, MisconfigurationException) else own_error(error)
         if cause is None:
             raise
         print(f"lightning-bilevel: {cause}", file=sys.stderr)

@@ -48,6 +48,8 @@ class WholeFileIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
+        except FileNotFoundError as error:
+            raise MisconfigurationException(f"`ckpt_path={str(path)!r}`: there is no such file.") from error
         except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             why = (str(error) or "it ends too early").splitlines()[0]
             raise MisconfigurationException(

@@ -20,8 +20,9 @@ from tqdm.auto import tqdm
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
-from lightning_bilevel.cli import BilevelCLI, own_error
+from lightning_bilevel.cli import BilevelCLI
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.messages import own_error, parsing_error
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.solvers.base import BilevelOptimizer
@@ -230,7 +231,7 @@ def _parse(path: Path) -> _Config:
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
     except argparse.ArgumentError as error:
-        raise ValueError(f"`compare {path}`: {error}") from None
+        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
     return _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
 
 

@@ -211,7 +211,8 @@ class BilevelMixin:
         info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
         self.last_step = info
         trainer: Any = self._module().trainer
-        logged = info.iteration % trainer.log_every_n_steps == 0 or info.iteration == 1
+        every = trainer.log_every_n_steps  # 0 is never
+        logged = every > 0 and (info.iteration % every == 0 or info.iteration == 1)
         if logged or self._monitored:
             metrics = info.metrics()
             # What EarlyStopping and ModelCheckpoint look at; `self.log` takes milliseconds for the same.

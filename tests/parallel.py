@@ -26,10 +26,14 @@ from lightning_bilevel import (
     VPBGD,
     Chunks,
     DatasetCleaning,
+    Envelope,
+    Episodes,
+    FewShot,
     FullBatchDataModule,
     HyperCleaning,
     PNGBiO,
     SineProblem,
+    TaskEpisodes,
 )
 
 STEPS = 8  # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
@@ -51,6 +55,12 @@ def images(count: int, seed: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(pictures, (4 * pictures.mean((1, 2, 3)) * 3).long() % 3)
 
 
+def episodes(count: int, seed: int) -> Episodes:
+    generator = torch.Generator().manual_seed(seed)
+    tasks = [(torch.rand(12, 1, 16, 16, generator=generator), torch.arange(3).repeat_interleave(4)) for _ in range(count)]
+    return Episodes.from_tasks(tasks, count, shots=2)
+
+
 def cleaning(solver: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(3)
     module = HyperCleaning(n_train=37, inputs=16, hidden=4, classes=3, upper_unit=10.0, solver=solver)
@@ -65,6 +75,11 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
         return cleaning(solver, epoch_length=5)
     if task == "chunks":
         return cleaning(solver, epoch_length=5, chunk_size=10)
+    if task == "fewshot":
+        torch.manual_seed(4)
+        data = TaskEpisodes(*(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))), epoch_length=4)
+        envelope = Envelope(rho=0.1, sigma=0.0, delta=1e-3)
+        return FewShot(5, ways=3, channels=3, image_size=16, chunk_images=12, envelope=envelope, solver=solver), data
     if task == "encoded":
         return EncodedOnce(solver=solver), FullBatchDataModule(samples(21, 1), samples(9, 2), epoch_length=5)
     if task == "one sample":  # the second process has nothing to do

@@ -26,7 +26,7 @@ from lightning_bilevel.data.fullbatch import as_chunks
 from lightning_bilevel.processes import part_of
 
 HERE = Path(__file__).parent
-TASKS = ["sine", "cleaning"]
+TASKS = ["sine", "cleaning", "fewshot"]
 CASES = [f"{task}/{solver}/{precision}" for task in TASKS for solver in parallel.SOLVERS for precision in ("64-true", "32-true")]
 CASES += [f"{task}/ivsp/64-true" for task in ("chunks", "encoded", "one sample", "weights")]
 # A sum in another order rounds differently, and the iterations carry that on.
