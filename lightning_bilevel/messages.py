@@ -13,8 +13,17 @@ __all__ = ["own_error", "parsing_error"]
 # Errors that were raised by the code in these folders were raised on purpose.
 _CHECKED = (Path(__file__).parent, Path(lightning.__file__).parent)
 # What jsonargparse says around the reason, line by line: the types it tried, the whole value that it was given.
-_AROUND = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <class 'NoneType'>", "Problem with given class_path")
-_AROUND += ("Not a valid subclass of", "Subclass types expect", "a class path", "a dict with")
+_AROUND = (
+    "Does not validate against",
+    "Subtypes:",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Problem with given class_path",
+    "Not a valid subclass of",
+    "Subclass types expect",
+    "a class path",
+    "a dict with",
+)
 _REASONS = 3
 
 

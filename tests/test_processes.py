@@ -16,6 +16,7 @@ from typing import Any
 import parallel
 import pytest
 import torch
+import yaml
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, samples
@@ -138,6 +139,51 @@ def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def two_process_config(folder: Path, **trainer: Any) -> Path:
+    """A small problem of the synthetic kind whose config asks for two processes."""
+    content = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
+    content["model"]["init_args"]["n"] = 10
+    content["trainer"] |= {
+        "strategy": "ddp",
+        "devices": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **trainer,
+    }
+    (folder / "ivsp.yaml").write_text(yaml.safe_dump(content))
+    return folder / "ivsp.yaml"
+
+
+def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
+    path = two_process_config(tmp_path)
+    arguments = ["compare", path, "--budget", "300ms", "--evaluations", "3", "--out", tmp_path / "out"]
+    process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    result = json.loads((tmp_path / "out" / "ivsp" / "result.json").read_text())
+    assert result["error"] is None
+    assert result["rows"][-1]["optimization_time"] >= 0.3
+    assert len(result["rows"]) >= 2
+    assert printed.count("| ivsp |") == 1  # one process prints
+
+
+def test_sigterm_to_the_first_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
+    path = two_process_config(tmp_path, default_root_dir=str(tmp_path), max_epochs=-1, logger=False)
+    process = started("-m", "lightning_bilevel", "fit", "--config", path, "--ckpt_path", "last", cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 100
+        while "Starting with 2 processes" not in (line := process.stderr.readline()) and time.monotonic() < deadline:  # type: ignore[union-attr]
+            assert process.poll() is None, line
+        time.sleep(4)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] > 0
 
 
 class TestParts:
