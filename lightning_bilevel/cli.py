@@ -45,6 +45,8 @@ class BilevelCLI(LightningCLI):
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        named = self._get(self.config_init, "trainer.callbacks") or []
+        given = list(named) if isinstance(named, list) else [named]  # a copy: the Trainer adds its own to the list
         try:
             trainer = super().instantiate_trainer(**kwargs)
             Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,6 @@ class BilevelCLI(LightningCLI):
         bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
         if type(bar) in (TQDMProgressBar, RichProgressBar):  # Lightning's default; a bar of the user's own stays
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
-        given = self._get(self.config_init, "trainer.callbacks") or []
         for index, callback in enumerate(callbacks):
             if type(callback) is ModelCheckpoint and callback not in given:  # likewise
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")

@@ -7,11 +7,14 @@ import json
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Weighting, weighting_data
 from test_mixin import same_parameters, trainer
 from test_processes import HERE, started
@@ -20,6 +23,8 @@ from torch import Tensor
 from lightning_bilevel import BilevelError, LastCheckpoint, files
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.last import CheckpointError
+from lightning_bilevel.checkpoints import WholeFileIO
+from lightning_bilevel.cli import BilevelCLI
 from lightning_bilevel.files import write_whole
 
 
@@ -232,3 +237,17 @@ def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     write_whole(path, lambda file: file.write(b"second"))  # type: ignore[arg-type,return-value]
     assert path.read_bytes() == b"second"
+
+
+def test_the_command_line_keeps_a_users_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    content = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
+    content["trainer"]["default_root_dir"] = str(tmp_path)
+    for own in ([], [{"class_path": "ModelCheckpoint", "init_args": {"every_n_epochs": 3}}]):
+        content["trainer"]["callbacks"] = own
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            run = BilevelCLI(["--config", str(tmp_path / "run.yaml")], run=False).trainer
+        assert [type(callback) for callback in run.checkpoint_callbacks] == [ModelCheckpoint if own else LastCheckpoint]
+        assert isinstance(run.strategy.checkpoint_io, WholeFileIO)

@@ -138,5 +138,5 @@ class LastCheckpoint(ModelCheckpoint):
 
     def _release(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
         self._handlers = {}
