@@ -71,32 +71,6 @@ def ragged() -> Any:
     return (*samples(21, 1)[:2], torch.ones(3))
 
 
-REFUSED: dict[str, Any] = {
-    "summed": lambda: trainer().fit(Summed(), datamodule=data()),
-    "positional": lambda: trainer().fit(Positional(), datamodule=data()),
-    "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
-    "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
-    "loaders": lambda: trainer().fit(Weighting(), loaders()),
-    "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
-    # not refused: the same batches in all processes
-    "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(Weighting(), loaders()),
-}
-
-
-def refusal(fit: Any) -> str:
-    try:
-        fit()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def refusals(out: Path) -> None:
-    found = {name: refusal(fit) for name, fit in REFUSED.items()}
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        out.write_text(json.dumps(found))
-
-
 class Failing(Weighting):
     """Fails in one process, in the third iteration."""
 
@@ -116,6 +90,33 @@ class Failing(Weighting):
 
     def on_train_start(self) -> None:
         Path(f"process-{self.trainer.global_rank}").write_text(str(os.getpid()))
+
+
+REFUSED: dict[str, Any] = {
+    "summed": lambda: trainer().fit(Summed(), datamodule=data()),
+    "positional": lambda: trainer().fit(Positional(), datamodule=data()),
+    "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
+    "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
+    "loaders": lambda: trainer().fit(Weighting(), loaders()),
+    "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
+    "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
+    # not refused: the same batches in all processes
+    "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(Weighting(), loaders()),
+}
+
+
+def refusal(fit: Any) -> str:
+    try:
+        fit()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals(out: Path) -> None:
+    found = {name: refusal(fit) for name, fit in REFUSED.items()}
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        out.write_text(json.dumps(found))
 
 
 def main(how: str, argument: str) -> None:
