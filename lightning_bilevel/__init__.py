@@ -2,6 +2,7 @@
 
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
+from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
 from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
 from lightning_bilevel.callbacks import OptimizationBudget as OptimizationBudget
 from lightning_bilevel.data import Chunks as Chunks

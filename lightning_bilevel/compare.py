@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +14,15 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
 
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
-from lightning_bilevel.cli import BilevelCLI, own_error
+from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.files import write_whole
+from lightning_bilevel.messages import own_error, parsing_error
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.solvers.base import BilevelOptimizer
@@ -91,10 +93,9 @@ class _Recorder(Callback):
         }
         row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
         self.result.rows.append(row)
-        if row["optimization_time"] - self.saved >= self.SAVE_EVERY:
+        if trainer.is_global_zero and row["optimization_time"] - self.saved >= self.SAVE_EVERY:
             state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
-            torch.save(state, self.folder / "state.tmp")
-            os.replace(self.folder / "state.tmp", self.folder / "state.pt")
+            write_whole(self.folder / "state.pt", lambda file: torch.save(state, file))
             self.saved = row["optimization_time"]
 
 
@@ -139,7 +140,8 @@ def compare(
     envelope = next((_build(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
     _warm_up(out, parsed[0])
     results = []
-    with tqdm(total=len(parsed) * budget, unit="s", bar_format="{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left") as bar:
+    shape = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
+    with tqdm(total=len(parsed) * budget, unit="s", bar_format=shape, disable=not _first()) as bar:
         for number, config in enumerate(parsed):
             bar.set_description(f"{config.name:8s}")
 
@@ -149,12 +151,19 @@ def compare(
 
             results.append(_run(out, config, budget, times, envelope, shown))
             bar.n = (number + 1) * budget
-            write_csv(out / "results.csv", results)
+            if _first():
+                write_csv(out / "results.csv", results)
         bar.refresh()
     title = f"{parsed[0].task['model']['class_path'].rsplit('.', 1)[-1]}, {budget:g} s of optimisation each"
-    write_summary(out / "summary.md", results, title)
-    write_figure(out / "figure", results, title)
+    if _first():
+        write_summary(out / "summary.md", results, title)
+        write_figure(out / "figure", results, title)
     return results
+
+
+def _first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return bool(getattr(rank_zero_only, "rank", 0) == 0)
 
 
 def _run(
@@ -182,12 +191,13 @@ def _run(
     cli.datamodule.__class__ = Timed
     try:
         trainer.fit(module, datamodule=cli.datamodule)
+    except OSError:
+        raise  # a full disk is no fault of the method: called again, it goes on
     except Exception as error:  # one method that fails must not end the others; its row says why
         result.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    temporary = done.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(result)))
-    os.replace(temporary, done)
-    (folder / "state.pt").unlink(missing_ok=True)
+    if trainer.is_global_zero:
+        write_whole(done, json.dumps(asdict(result)).encode())
+        (folder / "state.pt").unlink(missing_ok=True)
     return result
 
 
@@ -221,7 +231,7 @@ def _parse(path: Path) -> _Config:
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
     except argparse.ArgumentError as error:
-        raise ValueError(f"`compare {path}`: {error}") from None
+        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
     return _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
 
 
@@ -258,16 +268,18 @@ def _check_folder(out: Path, configs: Sequence[_Config], protocol: dict[str, Any
     if note.exists():
         if json.loads(note.read_text()) != json.loads(json.dumps(identity)):
             raise ValueError(f"`compare --out {out}`: that folder has another comparison (task, budget or evaluations differ).")
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
         raise ValueError(f"`compare --out {out}`: that folder has something else in it; name an empty or a new one.")
     for config in configs:
         resolved = out / config.name / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
             raise ValueError(f"`compare --out {out}`: {config.name} was run there with other settings; name another folder.")
+    # The note first: what is killed here is recognised by it.
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(note, json.dumps(identity, indent=1).encode())
     for config in configs:
-        (out / config.name).mkdir(parents=True, exist_ok=True)
-        (out / config.name / "config.yaml").write_text(config.text)
-    note.write_text(json.dumps(identity, indent=1))
+        (out / config.name).mkdir(exist_ok=True)
+        write_whole(out / config.name / "config.yaml", config.text.encode())
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -292,6 +304,8 @@ def main(args: Sequence[str] | None = None) -> None:
         compare(given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks)
     except ValueError as error:
         parser.error(str(own_error(error) or error))
+    if not _first():
+        return
     print((out / "summary.md").read_text())
     print(
         f"Written to {out}: results.csv, summary.md, figure.png, figure.svg, and the resolved config of each method.",

@@ -9,14 +9,18 @@ from typing import Any, ClassVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_bilevel.checkpoints import KEY as CHECKPOINT_KEY
+from lightning_bilevel.checkpoints import check_record, record
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks
 from lightning_bilevel.evaluation import Declared, ModuleFunctions, parameters_of
 from lightning_bilevel.kkt import Certificate, certify
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.problem import BilevelError, BilevelProblem
+from lightning_bilevel.processes import agree, check_parts, part_of, total
 from lightning_bilevel.sets import ConvexSet, Free, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp import IVSP
@@ -207,13 +211,15 @@ class BilevelMixin:
         info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
         self.last_step = info
         trainer: Any = self._module().trainer
-        logged = info.iteration % trainer.log_every_n_steps == 0 or info.iteration == 1
+        every = trainer.log_every_n_steps  # 0 is never
+        logged = every > 0 and (info.iteration % every == 0 or info.iteration == 1)
         if logged or self._monitored:
             metrics = info.metrics()
             # What EarlyStopping and ModelCheckpoint look at; `self.log` takes milliseconds for the same.
             trainer.callback_metrics.update(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
         if logged:
-            for logger in trainer.loggers:
+            self._check_agreement(trainer, info.iteration)
+            for logger in trainer.loggers if trainer.is_global_zero else []:
                 logger.log_metrics(metrics, step=info.iteration)
 
     def configure_optimizers(self) -> BilevelOptimizer:
@@ -232,10 +238,23 @@ class BilevelMixin:
         self._monitored = any(str(getattr(callback, "monitor", "")).startswith("bilevel/") for callback in callbacks)
         return declared.solver(declared.groups())
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in the checkpoint which solver and which problem it is of."""
+        declared = self._declared()
+        checkpoint[CHECKPOINT_KEY] = record(declared.solver(declared.groups()))
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load a float64 checkpoint as float64: the Trainer converts the module only after it has loaded the weights."""
-        if self._module().trainer.precision == "64-true":
-            self._module().double()
+        """Refuse a checkpoint of another run, and load a float64 one as float64.
+
+        The Trainer converts the module only after it has loaded the weights.
+        """
+        declared, trainer = self._declared(), self._module()._trainer
+        if trainer is not None:
+            resumes = trainer.state.fn == TrainerFn.FITTING
+            check_record(type(self).__name__, checkpoint, declared.solver(declared.groups()), resumes=resumes)
+            if trainer.precision == "64-true":
+                self._module().double()
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
     @property
@@ -294,14 +313,46 @@ class BilevelMixin:
     def _problem_on(self, batch: Any) -> _Current:
         contents = list(_contents(batch))
         if self._current is None or not self._current.serves(contents):
-            first, problem = self._current is None, self.bilevel_problem(batch)
-            scaled = problem.in_units(*self._declared().units)
-            self._current = _Current(contents, problem, scaled)
-            if first:
-                declared = self._declared()
-                x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
-                problem.check(declared.upper_set.project(x), declared.lower_set.project(y))
+            declared, point = self._declared(), None
+            if self._current is None:
+                levels = ((declared.upper, declared.upper_set), (declared.lower, declared.lower_set))
+                x, y = (of.project(torch.cat([p.detach().reshape(-1) for p in level])) for level, of in levels)
+                point = x, y
+            problem = self._problem_of_all(batch, point)
+            if point is not None:
+                problem.check(*point)
+            self._current = _Current(contents, problem, problem.in_units(*declared.units))
         return self._current
+
+    def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> BilevelProblem:
+        """The problem on a batch, shared by all processes of the Trainer; checked at a point if there is one."""
+        trainer, whole = self._module()._trainer, self.bilevel_problem(batch)
+        if trainer is None or trainer.world_size == 1:
+            return whole
+        name = type(self).__name__
+        # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never the exact full batch.
+        if not agree((leaf for leaf, _ in _contents(batch)), trainer.strategy.root_device):
+            raise MisconfigurationException(
+                f"`{name}` was given different batches in different processes: it splits a batch itself, so that each sample "
+                "counts once. Use a FullBatchDataModule, or `Trainer(use_distributed_sampler=False)` with the same seed in all "
+                "processes."
+            )
+        (upper, of_upper), (lower, of_lower) = (
+            part_of(batch[level], trainer.global_rank, trainer.world_size) for level in ("upper", "lower")
+        )
+        spread = self.bilevel_problem({**batch, "upper": upper, "lower": lower}).spread(of_upper, of_lower, total)
+        if point is not None:
+            check_parts(name, whole, spread, *point)
+        return spread
+
+    def _check_agreement(self, trainer: Any, iteration: int) -> None:
+        """Stop where processes have come apart, such as on machines that round differently."""
+        declared = self._declared()
+        if trainer.world_size > 1 and not agree((*declared.upper, *declared.lower), trainer.strategy.root_device):
+            raise BilevelError(
+                f"after outer iteration {iteration} the processes do not hold the same point: they must run on the same kind of "
+                "hardware with the same versions, and nothing but the solver may change the parameters."
+            )
 
     def _check_trainer(self) -> None:
         trainer = self._module().trainer
@@ -310,10 +361,12 @@ class BilevelMixin:
                 f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
                 "numbers, which half precision does not resolve. Use 32-true or 64-true."
             )
-        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
+        if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
             raise MisconfigurationException(
-                f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: the solver's steps need whole vectors "
-                "and values of the whole batch, which this strategy spreads over processes. Use a single device."
+                f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, line search and Moreau "
+                'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
+                "and `Chunks` evaluates a batch that is larger than memory."
             )
 
 

@@ -57,7 +57,8 @@ class Envelope:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be positive and finite.")
         if not 0.0 <= self.sigma < math.inf:
             raise ValueError(f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level).")
-        if self.rho * self.sigma >= 1.0:
+        # Where rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the product is below 1.
+        if self.rho * self.sigma >= 1.0 or self.modulus <= 0.0:
             raise ValueError(
                 f"`rho={self.rho}` must be smaller than 1/sigma = {1 / self.sigma:g}: "
                 "otherwise the Moreau subproblem is not strongly convex."

@@ -6,6 +6,7 @@ All of it are functions of numbers; only the counters k and t are ever stored.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal, Protocol
 
 __all__ = ["Huber", "Smoothing", "SmoothingName", "Softplus", "inverse_penalty", "needs_update", "prox_accuracy"]
@@ -70,8 +71,8 @@ def smoothing_function(name: SmoothingName) -> Smoothing:
 
 
 def smoothing_parameter(k: int, mu0: float, block: int, r: float) -> float:
-    r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`."""
-    return float(mu0 * (1 + k // block) ** -r)
+    r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, which is never rounded to 0."""
+    return max(float(mu0 * (1 + k // block) ** -r), sys.float_info.min)
 
 
 def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:

@@ -142,6 +142,30 @@ class BilevelProblem:
         inner.calls = Calls()
         return inner
 
+    def spread(self, upper: float, lower: float, reduce: Callable[[Tensor], Tensor]) -> BilevelProblem:
+        """Return this process's part of a problem whose data several processes share.
+
+        Args:
+            upper: The weight of this process's data in f: its share of all samples, 0 if it has none.
+            lower: The weight of this process's data in g.
+            reduce: The sum of a tensor over the processes.
+        """
+        part = copy.copy(self)
+        part.upper_terms = [_nothing] if upper == 0.0 else [_weighted(term, upper) for term in self.upper_terms]
+        part.lower_terms = [_nothing] if lower == 0.0 else [_weighted(term, lower) for term in self.lower_terms]
+        if self.encoders is not None and lower == 0.0:
+            part.encoders = [lambda x: None]
+        part.reduce = reduce
+        part.calls = Calls()
+        return part
+
+    def agreed(self, value: float, like: Tensor) -> float:
+        """Return the mean of a number over the processes, where each has measured its own; ``like`` is on their device."""
+        if self.reduce is None:
+            return value
+        total, count = self.reduce(like.new_tensor([value, 1.0], dtype=torch.float64)).tolist()
+        return float(total / count)
+
     def upper(self, x: Tensor, y: Tensor) -> Upper:
         """Return f and both its gradients at (x, y)."""
         self.calls = replace(self.calls, upper=self.calls.upper + 1)
@@ -178,15 +202,20 @@ class BilevelProblem:
     def check(self, x: Tensor, y: Tensor) -> None:
         """Evaluate f and g twice and refuse a problem whose values differ: a line search would compare different functions."""
         calls = self.calls
-        for name in ("f", "g"):
-            first, second = (self.upper(x, y).value if name == "f" else self.at(x).value(y) for _ in range(2))
+        self.check_unchanged(x, y, self.upper(x, y).value, self.at(x).value(y))
+        self.at(x).gradient(y)
+        self.calls = calls
+
+    def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
+        """Evaluate f and g where they were f and g before, and refuse a problem that has changed."""
+        calls = self.calls
+        for name, first, second in (("f", f, self.upper(x, y).value), ("g", g, self.at(x).value(y))):
             # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
             if abs(first - second) > 1e3 * torch.finfo(y.dtype).eps * max(abs(first), abs(second)):
                 raise BilevelError(
                     f"{_NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the methods here need a "
                     "deterministic objective. Switch off dropout and random augmentation, or fix their random numbers."
                 )
-        self.at(x).gradient(y)
         self.calls = calls
 
     def _sum(
@@ -209,19 +238,28 @@ class BilevelProblem:
                 new = [value.detach() for value in values]
                 totals = [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
         if self.reduce is not None:
-            # A rank whose share does not depend on an input still takes part in the sum over that gradient; the flags tell
-            # whether any rank's share does.
-            flags = totals[0].new_tensor([grad is not None for grad in grads])
-            numbers = self.reduce(torch.cat([torch.stack(totals), flags]).double())
-            totals, found = list(numbers[: len(totals)]), numbers[len(totals) :].tolist()
-            sums = [self.reduce(torch.zeros_like(v) if g is None else g) for g, v in zip(grads, inputs, strict=True)]
-            grads = [grad if flag else None for grad, flag in zip(sums, found, strict=True)]
+            return self._sum_over_processes(name, totals, grads, inputs)
         # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way). One
         # stack is one transfer from the device.
         checks = [grad.sum(dtype=torch.float64) for grad in grads if grad is not None]
         known = torch.stack([*totals, *checks]).tolist()
         _check_finite(name, known[: len(totals)], known[len(totals) :], inputs)
         return known[: len(totals)], grads
+
+    def _sum_over_processes(
+        self, name: str, totals: list[Tensor], grads: list[Tensor | None], inputs: tuple[Tensor, ...]
+    ) -> tuple[list[float], list[Tensor | None]]:
+        """Sum values and gradients over the processes, all of them in one buffer: a collective costs more than its numbers."""
+        assert self.reduce is not None
+        # A process whose part does not depend on an input takes part with zeros; the flags tell whether any part does.
+        flags = inputs[0].new_tensor([grad is not None for grad in grads], dtype=torch.float64)
+        parts = [v.new_zeros(v.numel()) if grad is None else grad for grad, v in zip(grads, inputs, strict=True)]
+        buffer = self.reduce(torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)]))
+        numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
+        known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
+        values, found, checks = known[: len(totals)], known[len(totals) : -len(sums)], known[-len(sums) :]
+        _check_finite(name, values, checks, inputs)
+        return values, [part.to(v.dtype) if flag else None for part, flag, v in zip(sums, found, inputs, strict=True)]
 
 
 class LowerLevel:
@@ -252,7 +290,7 @@ class LowerLevel:
             _check_scalar("g", value)
         total = torch.stack(values).double().sum()
         if self.problem.reduce is not None:
-            total = self.problem.reduce(total)
+            total = self.problem.reduce(total.reshape(1))
         _check_finite("g", [float(total)], [], (self.x, z))
         return float(total)
 
@@ -316,6 +354,14 @@ def _rescaled(term: Function, upper: float, lower: float) -> Function:
     if upper == 1.0:
         return lambda u, v: term(u, lower * v)
     return lambda u, v: term(upper * u, v if lower == 1.0 else lower * v)
+
+
+def _weighted(term: Function, weight: float) -> Function:
+    return term if weight == 1.0 else lambda x, y: weight * term(x, y)
+
+
+def _nothing(x: Any, y: Tensor) -> Tensor:
+    return y.new_zeros(())
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Encoded, EncodedOnce, Weighting, samples, weighting_data
 from torch import Tensor, nn
@@ -296,13 +295,6 @@ def test_what_fit_refuses(tmp_path: Any, module: type, options: Any, error: type
 def test_a_batch_names_both_levels(batch: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r'it must be \{"upper": ..., "lower": ...\}'):
         Weighting().bilevel_problem(batch)
-
-
-def test_spread_strategies_are_refused() -> None:
-    module = Weighting()
-    module._trainer = type("Fake", (), {"precision": "32-true", "strategy": DDPStrategy()})()
-    with pytest.raises(MisconfigurationException, match=r"strategy=DDPStrategy.* is not supported"):
-        module._check_trainer()
 
 
 def test_certify_needs_a_batch() -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Chunks", "FullBatchDataModule", "as_chunks"]
+__all__ = ["Chunks", "FullBatchDataModule", "as_chunks", "samples_in"]
 
 
 @dataclass
@@ -45,10 +45,15 @@ class Chunks:
             return self.weights
         if len(self.batches) == 1:
             return [1.0]
-        sizes = [next((len(t) for t in tree_leaves(b) if isinstance(t, Tensor) and t.ndim), 0) for b in self.batches]
+        sizes = [samples_in(batch) for batch in self.batches]
         if not all(sizes):
             raise ValueError("`Chunks` cannot tell how many samples each part has: give `weights`.")
         return [size / sum(sizes) for size in sizes]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor of a batch; 0 where it has none."""
+    return next((len(tensor) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim), 0)
 
 
 def as_chunks(batch: Any) -> Chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls
+from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, NonFiniteError
 from lightning_bilevel.scalars import norm
 
 __all__ = ["BilevelOptimizer", "SolverCallable", "StepInfo"]
@@ -127,17 +128,32 @@ class BilevelOptimizer(Optimizer, ABC):
                 closure()
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
+        # A process that evaluates anew what another one knows would wait for it for ever.
+        unchanged = problem.agreed(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
         x, y = self._point[1:] if unchanged and self._point else self._start(problem)
+        before = dict(memory)
         try:
-            x, y, facts = self.advance(problem, x, y, unchanged)
-        except BilevelError as error:
+            new_x, new_y, facts = self.advance(problem, x, y, unchanged)
+            # Before it is written: the parameters stay at the last good point.
+            if not math.isfinite(facts["step"]):
+                sizes = f"{norm(x):.3g}, {norm(y):.3g}"
+                raise NonFiniteError(
+                    f"the step from a point with norms {sizes} has the length {facts['step']}: make steps shorter."
+                )
+            x, y = new_x, new_y
+        except BaseException as error:
+            memory.clear()
+            memory.update(before)
+            if not isinstance(error, BilevelError):
+                raise
             where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
             raise type(error)(f"{where}: {error}") from error
         self._write(problem, x, y)
         memory["iteration"] += 1
         memory["inner_iterations"] += facts["inner_iterations"]
         memory["passes"] += (problem.calls - calls).passes
-        memory["optimization_time"] += time.perf_counter() - began
+        # Processes agree on the time too: what stops by it stops them all in the same iteration.
+        memory["optimization_time"] += problem.agreed(time.perf_counter() - began, x)
         return self.record(
             iteration=memory["iteration"],
             calls=problem.calls - calls,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.linesearch import allowance, backtrack, barzilai_borwein
+from lightning_bilevel.linesearch import LineSearchError, allowance, backtrack, barzilai_borwein
 from lightning_bilevel.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox
 from lightning_bilevel.penalty import (
     SmoothingName,
@@ -25,6 +25,7 @@ from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, 
 from lightning_bilevel.sets import Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp_constants import check_constants
+from lightning_bilevel.solvers.ivsp_faults import check_trials, warn_of_stall
 
 __all__ = ["IVSP", "IVSPInfo"]
 
@@ -206,6 +207,7 @@ class IVSP(BilevelOptimizer):
         super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
         self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
         self._known: _Point | None = None
+        self._stalled = False
 
     @property
     def envelope(self) -> Envelope:
@@ -252,9 +254,17 @@ class IVSP(BilevelOptimizer):
             bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + _rounding(here, there, now.gamma)
             return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, dw, there)
 
-        accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
+        try:
+            accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
+        except LineSearchError:
+            check_trials(failures, c["max_trials"])
+            problem.check_unchanged(x, y, here.f, here.lower)
+            raise
         there = accepted.point
         assert there is not None
+        if accepted.step == 0.0:
+            check_trials(failures, trials - 1)
+            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, direction, C)
         updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
         then = self._parameters(k + 1, t + updated)
         if c["fixed_L"] is None:
