@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -19,6 +20,8 @@ from tqdm.auto import tqdm
 
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
+from lightning_bilevel.callbacks.kkt import KKTMonitor
+from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
 from lightning_bilevel.cli import BilevelCLI, own_error
 from lightning_bilevel.moreau import Envelope
@@ -26,6 +29,9 @@ from lightning_bilevel.report import MethodResult, write_csv, write_figure, writ
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["compare", "main"]
+
+# What is evaluated alike for every method; the rest of `bilevel/` is what a solver says of itself.
+_EVALUATED = ("bilevel/violation", "bilevel/kkt_residual")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,9 @@ class _Recorder(Callback):
             "optimization_time": solver.memory["optimization_time"],
             "passes": solver.memory["passes"],
         }
-        row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
+        metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+        row |= {k: v for k, v in metrics.items() if not k.startswith("bilevel/")}
+        row |= {k.removeprefix("bilevel/"): metrics[k] for k in _EVALUATED if k in metrics}
         self.result.rows.append(row)
         if row["optimization_time"] - self.saved >= self.SAVE_EVERY:
             state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
@@ -167,10 +175,12 @@ def _run(
     result = MethodResult(config.name, config.solver)
     cli = _build(out, config)
     trainer, module = cli.trainer, cli.model
-    ours = (CertificateReport, MoreauGapMonitor)
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, ours)]
-    monitor = MoreauGapMonitor(envelope=None if config.solver == "IVSP" else envelope)
-    trainer.callbacks += [OptimizationBudget(budget), monitor, _Recorder(result, folder, shown)]
+    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
+    # Both see one and the same evaluation, with every validation.
+    monitors = [
+        kind(envelope=None if config.solver == "IVSP" else envelope, share=math.inf) for kind in (MoreauGapMonitor, KKTMonitor)
+    ]
+    trainer.callbacks += [OptimizationBudget(budget), *monitors, _Recorder(result, folder, shown)]
 
     def clock() -> float:
         return float(trainer.optimizers[0].memory["optimization_time"])

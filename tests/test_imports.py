@@ -9,7 +9,20 @@ import pytest
 import lightning_bilevel
 
 PACKAGE = Path(lightning_bilevel.__file__).parent
-CORE = ["scalars", "problem", "sets", "penalty", "moreau", "linesearch", "kkt", "solve", "schedule", "solvers"]
+CORE = [
+    "scalars",
+    "problem",
+    "sets",
+    "penalty",
+    "moreau",
+    "linesearch",
+    "kkt",
+    "solve",
+    "schedule",
+    "solvers",
+    "tally",
+    "reading",
+]
 PUBLIC = [
     "BOME",
     "Ball",
@@ -25,6 +38,7 @@ PUBLIC = [
     "CertificateReport",
     "Chunks",
     "CleaningData",
+    "ConvergencePlot",
     "ConvexSet",
     "DatasetCleaning",
     "DigitsCleaning",
@@ -38,6 +52,7 @@ PUBLIC = [
     "IVSPInfo",
     "IVSPMixin",
     "InnerLoopError",
+    "KKTMonitor",
     "LineSearchError",
     "MEHA",
     "MNISTCleaning",
@@ -46,6 +61,7 @@ PUBLIC = [
     "NonNegative",
     "OptimizationBudget",
     "PNGBiO",
+    "PenaltyMonitor",
     "Power",
     "Product",
     "SLM",
@@ -53,6 +69,7 @@ PUBLIC = [
     "SineProblem",
     "Solution",
     "SolverCallable",
+    "SolverMonitor",
     "Splits",
     "StepInfo",
     "VPBGD",
