@@ -64,7 +64,6 @@ class _Evaluated:
     point: tuple[Tensor, Tensor]
     certificate: Certificate
     iteration: int
-    seconds: float
 
     def serves(self, given: tuple[BilevelProblem, Envelope, float | None, float | None], point: tuple[Tensor, Tensor]) -> bool:
         return given == self.given and all(torch.equal(a, b) for a, b in zip(point, self.point, strict=True))
@@ -322,19 +321,20 @@ class BilevelMixin:
                 tolerance=tolerance,
                 qualification=known if isinstance(known, str) else known(envelope),
             )
-            took = time.perf_counter() - began
-            self.evaluation_time += took
-            self._evaluated = _Evaluated(given, point, certificate, optimizer.memory["iteration"], took)
+            self.evaluation_time += time.perf_counter() - began
+            self._evaluated = _Evaluated(given, point, certificate, optimizer.memory["iteration"])
         return self._evaluated.certificate
 
     def may_evaluate(self, share: float) -> bool:
-        """Tell whether a certificate now keeps all of them within a share of the optimisation time.
+        """Tell whether certificates have taken no more than a share of the optimisation time so far.
 
         The first one may always be evaluated, and one that is known already costs nothing.
         """
-        if self._evaluated is None or self.last_step is None or self._evaluated.iteration == self.last_step.iteration:
-            return self.last_step is not None
-        return self.evaluation_time + self._evaluated.seconds <= share * self.last_step.optimization_time
+        if self.last_step is None:
+            return False
+        if self._evaluated is None or self._evaluated.iteration == self.last_step.iteration:
+            return True
+        return self.evaluation_time <= share * self.last_step.optimization_time
 
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)

@@ -423,7 +423,7 @@ class TestIntervals:
         assert module.last_step is not None
         # more than one look, and one evaluation for both monitors; the last one is the look at the end
         assert 1 < monitors[0].evaluations < 100
-        assert module.evaluation_time <= 0.25 * module.last_step.optimization_time
+        assert module.evaluation_time <= 0.3 * module.last_step.optimization_time
 
     def test_one_evaluation_serves_all_monitors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import lightning_bilevel.mixin as mixin
@@ -555,7 +555,7 @@ def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:
     run.fit(Weighting(), datamodule=weighting_data())
     content = events(Path(logger.log_dir)).PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
-    assert start["solver"].string_value == "IVSP"
+    assert start["(solver)"].string_value == "IVSP"
     assert start["rho"].number_value == 0.1
     assert "level" not in start
     metrics = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos

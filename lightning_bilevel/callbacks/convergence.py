@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -21,12 +22,14 @@ __all__ = ["ConvergencePlot"]
 
 # More points than that are not told apart in a panel: every second one is dropped then.
 _POINTS = 1000
+_GAP = "Moreau gap R, feasible below 0"
 # What is drawn, panel by panel: the name of a series, its label, its colour (Okabe and Ito's) and the style of its line.
 _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
-    "objective": [("bilevel/upper", "upper level f", "#D55E00", "-"), ("bilevel/lower", "lower level g", "#0072B2", "-")],
-    "feasibility": [
-        ("bilevel/moreau_gap", "R as the solver sees it", "#56B4E9", "-"),
-        ("residual", "R, evaluated", "#0072B2", "o-"),
+    "upper level f": [("bilevel/upper", "", "#D55E00", "-")],
+    "lower level g": [("bilevel/lower", "", "#0072B2", "-")],
+    _GAP: [
+        ("bilevel/moreau_gap", "as the solver sees it", "#56B4E9", "-"),
+        ("residual", "evaluated", "#0072B2", "o-"),
     ],
     "KKT residuals": [
         ("stationarity", "stationarity", "#D55E00", "o-"),
@@ -70,7 +73,7 @@ class ConvergencePlot(CertificateMonitor):
         every_n_minutes: float = 5.0,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        share: float = 0.02,
+        share: float = 0.015,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:
@@ -161,24 +164,35 @@ def draw(series: dict[str, list[list[float]]]) -> Any:
     logged = [name for name in series if name.startswith("validation/")]
     panels["validation"] = [(name, name.split("/", 1)[1], _COLOURS[i % len(_COLOURS)], "o-") for i, name in enumerate(logged)]
     panels = {title: lines for title, lines in panels.items() if lines}
-    columns = min(3, len(panels))
+    columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4.2 * columns, 2.9 * rows), dpi=100)
+        figure = Figure(figsize=(4.4 * columns, 2.4 * rows), dpi=100)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (title, lines) in zip(axes, panels.items(), strict=False):
             for name, label, colour, style in lines:
                 axis.plot(*series[name], style, color=colour, label=label, markersize=3, linewidth=1.3)
-            scale_axis(axis, [v for name, *_ in lines for v in series[name][1] if math.isfinite(v)])
-            if title == "feasibility":
+            values = [v for name, *_ in lines for v in series[name][1] if math.isfinite(v)]
+            if title == _GAP and min(values, default=0.0) < 0.0 < max(values, default=0.0):
+                # R falls by powers of ten and then stays about 0, on either side of it.
+                axis.set_yscale("symlog", linthresh=max(median(map(abs, values[-len(values) // 2 :])), 1e-12))
                 axis.axhline(0.0, color="0.6", linewidth=0.8)
+            else:
+                scale_axis(axis, values)
+            # Ticks cost more than curves: few, none between, and without the mathematical setting of powers.
+            axis.minorticks_off()
+            axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
             axis.set_title(title)
-            axis.set_xlabel("outer iteration")
             axis.grid(alpha=0.3)
-            axis.legend(frameon=False, fontsize=8)
+            if any(label for _, label, *_ in lines):
+                axis.legend(frameon=False, fontsize=8)
         for axis in axes[len(panels) :]:
             axis.remove()
-        figure.tight_layout()
+        for axis in axes[max(len(panels) - columns, 0) : len(panels)]:
+            axis.set_xlabel("outer iteration")
+        figure.subplots_adjust(
+            left=0.08, right=0.985, top=1 - 0.3 / (2.4 * rows), bottom=0.5 / (2.4 * rows), wspace=0.2, hspace=0.35
+        )
         canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -90,9 +90,9 @@ class Monitor(Callback):
 class CertificateMonitor(Monitor):
     """A monitor that looks at the certificate of the current point.
 
-    It does so at the given intervals, at the end, and with every validation as long as all certificates together take no more
-    than a share of the optimisation time. Monitors that look at the same point share one evaluation, and none of it counts as
-    optimisation time.
+    It does so at the given intervals, at the end, and with every validation as long as all certificates together have taken
+    no more than a share of the optimisation time. Monitors that look at the same point share one evaluation, and none of it
+    counts as optimisation time.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
@@ -108,7 +108,7 @@ class CertificateMonitor(Monitor):
         self,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        share: float = 0.02,
+        share: float = 0.015,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:
