@@ -41,8 +41,8 @@ class Steps(Callback):
 
 
 def build(config: Path, folder: str, *options: str) -> BilevelCLI:
-    fixed = [f"--trainer.default_root_dir={folder}", "--trainer.enable_model_summary=false", *options]
-    return BilevelCLI(["--config", str(config), *fixed], run=False)
+    fixed = [f"--trainer.default_root_dir={folder}", "--trainer.enable_model_summary=false"]
+    return BilevelCLI(["--config", str(config), *fixed, "--trainer.enable_progress_bar=false", *options], run=False)
 
 
 def timed(hook: Callable[..., None], spent: dict[str, float], name: str) -> Callable[..., None]:

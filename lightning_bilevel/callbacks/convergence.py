@@ -73,7 +73,7 @@ class ConvergencePlot(CertificateMonitor):
         every_n_minutes: float = 5.0,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        share: float = 0.015,
+        share: float = 0.01,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:

@@ -47,7 +47,7 @@ class KKTMonitor(CertificateMonitor):
         restore_best: bool = False,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        share: float = 0.015,
+        share: float = 0.01,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:

@@ -108,7 +108,7 @@ class CertificateMonitor(Monitor):
         self,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        share: float = 0.015,
+        share: float = 0.01,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:

@@ -38,7 +38,8 @@ _PENALTY = {
     "4 penalty": {
         "inverse penalty gamma, and its updates": ["penalty", "penalty_at_update"],
         "iterations since the last update": ["penalty_constant_for"],
-        "smoothing mu and accuracy zeta": ["smoothing", "accuracy"],
+        "smoothing mu": ["smoothing"],
+        "accuracy zeta": ["accuracy"],
     },
     "5 line search": {
         "trials per iteration": ["mean_trials"],
