@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import warnings
@@ -20,18 +19,13 @@ from tqdm.auto import tqdm
 
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
-from lightning_bilevel.callbacks.kkt import KKTMonitor
-from lightning_bilevel.callbacks.monitor import Monitor
-from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
+from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli import BilevelCLI, own_error
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["compare", "main"]
-
-# What is evaluated alike for every method; the rest of `bilevel/` is what a solver says of itself.
-_EVALUATED = ("bilevel/violation", "bilevel/kkt_residual")
 
 
 @dataclass(frozen=True)
@@ -66,12 +60,12 @@ class _Config:
 
 
 class _Recorder(Callback):
-    """Takes down every evaluation, and saves the run so that it can go on from there."""
+    """Evaluates every method alike, takes it down, and saves the run so that it can go on from there."""
 
     SAVE_EVERY = 10.0
 
-    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None]) -> None:
-        self.result, self.folder, self.shown = result, folder, shown
+    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None], envelope: Envelope | None) -> None:
+        self.result, self.folder, self.shown, self.envelope = result, folder, shown, envelope
         self.saved = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -95,9 +89,10 @@ class _Recorder(Callback):
             "optimization_time": solver.memory["optimization_time"],
             "passes": solver.memory["passes"],
         }
-        metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        row |= {k: v for k, v in metrics.items() if not k.startswith("bilevel/")}
-        row |= {k.removeprefix("bilevel/"): metrics[k] for k in _EVALUATED if k in metrics}
+        row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
+        certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
+        if certificate is not None:
+            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
         self.result.rows.append(row)
         if row["optimization_time"] - self.saved >= self.SAVE_EVERY:
             state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
@@ -176,11 +171,8 @@ def _run(
     cli = _build(out, config)
     trainer, module = cli.trainer, cli.model
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
-    # Both see one and the same evaluation, with every validation.
-    monitors = [
-        kind(envelope=None if config.solver == "IVSP" else envelope, share=math.inf) for kind in (MoreauGapMonitor, KKTMonitor)
-    ]
-    trainer.callbacks += [OptimizationBudget(budget), *monitors, _Recorder(result, folder, shown)]
+    recorder = _Recorder(result, folder, shown, None if config.solver == "IVSP" else envelope)
+    trainer.callbacks += [OptimizationBudget(budget), recorder]
 
     def clock() -> float:
         return float(trainer.optimizers[0].memory["optimization_time"])

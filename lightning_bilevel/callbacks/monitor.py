@@ -20,7 +20,7 @@ from lightning_bilevel.mixin import BilevelMixin
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["CertificateMonitor", "Monitor", "publish", "run_folder", "solver_of"]
+__all__ = ["CertificateMonitor", "Monitor", "publish", "run_folder", "solver_of", "usual_tolerance"]
 
 
 def solver_of(trainer: Trainer) -> BilevelOptimizer:
@@ -35,6 +35,11 @@ def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=iteration)
+
+
+def usual_tolerance(trainer: Trainer) -> float:
+    """Return the paper's accuracy of a proximal point, 1e-3; in float64, where the stationarity can be told better, 1e-6."""
+    return 1e-6 if trainer.precision == "64-true" else 1e-3
 
 
 def run_folder(trainer: Trainer) -> Path | None:
@@ -146,8 +151,7 @@ class CertificateMonitor(Monitor):
     def _look(self, trainer: Trainer, pl_module: Any) -> None:
         if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
             return
-        usual = 1e-6 if trainer.precision == "64-true" else 1e-3
-        certificate = pl_module.certify(envelope=self.envelope, tolerance=self.tolerance or usual)
+        certificate = pl_module.certify(envelope=self.envelope, tolerance=self.tolerance or usual_tolerance(trainer))
         if certificate is not None:
             self._seen = pl_module.last_step.iteration
             self.observe(trainer, pl_module, certificate, self._seen)
