@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MethodResult", "scale_axis", "write_csv", "write_figure", "write_summary"]
+__all__ = ["MethodResult", "write_csv", "write_figure", "write_summary"]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; a solver has the same colour in every figure.
 _COLOURS = {
@@ -98,6 +98,7 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
     """Draw each metric against optimisation time, one panel each, as PNG and SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     metrics = _metrics(results)
     drawn = sorted((r for r in results if r.rows), key=lambda r: r.solver != "IVSP")
@@ -110,6 +111,7 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
         axes: list[Any] = list(figure.subplots(lines, columns, squeeze=False).flat)
         for axis, name in zip(axes, metrics, strict=False):
             values = [row[name] for r in drawn for row in r.rows if name in row and math.isfinite(row[name])]
+            positive = [v for v in values if v > 0]
             for index, result in enumerate(drawn):
                 points = [(row["optimization_time"], row[name]) for row in result.rows if name in row]
                 main = result.solver == "IVSP"
@@ -121,7 +123,14 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
                     zorder=3 if main else 2,
                     label=result.solver if sum(r.solver == result.solver for r in drawn) == 1 else result.name,
                 )
-            scale_axis(axis, values)
+            if positive and max(positive) > 10 * min(positive):
+                if len(positive) == len(values):
+                    axis.set_yscale("log")
+                else:
+                    # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
+                    axis.set_yscale("symlog", linthresh=min(positive))
+                    axis.set_ylim(bottom=0)
+                axis.yaxis.set_minor_formatter(NullFormatter())
             axis.set_xlabel("optimisation time (s)")
             axis.set_title(name)
             axis.grid(alpha=0.3)
@@ -132,19 +141,3 @@ def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> Non
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False)
         for suffix in (".png", ".svg"):
             figure.savefig(path.with_suffix(suffix), dpi=160)
-
-
-def scale_axis(axis: Any, values: Sequence[float]) -> None:
-    """Make the y-axis logarithmic where the values span more than a power of ten and none is negative."""
-    from matplotlib.ticker import NullFormatter
-
-    positive = [v for v in values if v > 0 and math.isfinite(v)]
-    if not positive or min(values) < 0 or max(positive) <= 10 * min(positive):
-        return
-    if len(positive) == len(values):
-        axis.set_yscale("log")
-    else:
-        # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
-        axis.set_yscale("symlog", linthresh=min(positive))
-        axis.set_ylim(bottom=0)
-    axis.yaxis.set_minor_formatter(NullFormatter())

@@ -16,18 +16,16 @@ from lightning_bilevel.callbacks.monitor import CertificateMonitor, run_folder
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.kkt import Certificate
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.report import scale_axis
 
 __all__ = ["ConvergencePlot"]
 
 # More points than that are not told apart in a panel: every second one is dropped then.
 _POINTS = 1000
-_GAP = "Moreau gap R, feasible below 0"
 # What is drawn, panel by panel: the name of a series, its label, its colour (Okabe and Ito's) and the style of its line.
 _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
     "upper level f": [("bilevel/upper", "", "#D55E00", "-")],
     "lower level g": [("bilevel/lower", "", "#0072B2", "-")],
-    _GAP: [
+    "Moreau gap R, feasible below 0": [
         ("bilevel/moreau_gap", "as the solver sees it", "#56B4E9", "-"),
         ("residual", "evaluated", "#0072B2", "o-"),
     ],
@@ -173,12 +171,7 @@ def draw(series: dict[str, list[list[float]]]) -> Any:
             for name, label, colour, style in lines:
                 axis.plot(*series[name], style, color=colour, label=label, markersize=3, linewidth=1.3)
             values = [v for name, *_ in lines for v in series[name][1] if math.isfinite(v)]
-            if title == _GAP and min(values, default=0.0) < 0.0 < max(values, default=0.0):
-                # R falls by powers of ten and then stays about 0, on either side of it.
-                axis.set_yscale("symlog", linthresh=max(median(map(abs, values[-len(values) // 2 :])), 1e-12))
-                axis.axhline(0.0, color="0.6", linewidth=0.8)
-            else:
-                scale_axis(axis, values)
+            _scale(axis, values)
             # Ticks cost more than curves: few, none between, and without the mathematical setting of powers.
             axis.minorticks_off()
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
@@ -196,3 +189,19 @@ def draw(series: dict[str, list[list[float]]]) -> Any:
         canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _scale(axis: Any, values: list[float]) -> None:
+    """Make an axis logarithmic where its values span more than a power of ten, on either side of 0 if need be."""
+    sizes = [abs(v) for v in values if v != 0.0]
+    if not sizes or max(values) <= 0.0 or max(sizes) <= 10 * min(sizes):
+        return
+    if min(values) < 0.0:
+        # R falls by powers of ten and then stays about 0: what it is in the second half is about where the powers end.
+        axis.set_yscale("symlog", linthresh=median(sizes[len(sizes) // 2 :]))
+        axis.axhline(0.0, color="0.6", linewidth=0.8)
+    elif len(sizes) < len(values):
+        axis.set_yscale("symlog", linthresh=min(sizes))
+        axis.set_ylim(bottom=0.0)
+    else:
+        axis.set_yscale("log")
