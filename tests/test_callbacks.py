@@ -519,6 +519,17 @@ class TestBadInput:
         assert monitors[2].best == {}
         assert "bilevel/violation" not in run.callback_metrics
 
+    def test_validating_by_itself_is_no_part_of_a_run(self, tmp_path: Path) -> None:
+        monitors: list[Any] = [MoreauGapMonitor(share=math.inf), ConvergencePlot(share=math.inf)]
+        module, run = Weighting(), trainer(tmp_path, max_steps=10, callbacks=monitors)
+        run.validate(module, datamodule=weighting_data(), verbose=False)
+        run.fit(module, datamodule=weighting_data())
+        before = [monitor.state_dict() for monitor in monitors]
+        lengths = {name: len(line[0]) for name, line in monitors[1].series.items()}
+        run.validate(module, datamodule=weighting_data(), verbose=False)
+        assert [monitor.state_dict() for monitor in monitors] == before
+        assert {name: len(line[0]) for name, line in monitors[1].series.items()} == lengths
+
     def test_fast_dev_run_leaves_nothing_behind(self, tmp_path: Path) -> None:
         run = trainer(tmp_path, fast_dev_run=True, callbacks=[*(monitor() for monitor in MONITORS), CertificateReport()])
         run.fit(Weighting(), datamodule=weighting_data())

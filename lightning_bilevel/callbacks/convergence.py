@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import CertificateMonitor, run_folder
+from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway, run_folder
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.kkt import Certificate
 from lightning_bilevel.moreau import Envelope
@@ -105,7 +105,7 @@ class ConvergencePlot(CertificateMonitor):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not trainer.sanity_checking and pl_module.last_step is not None:
+        if is_underway(trainer, pl_module):
             metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
             self._add({f"validation/{name}": value for name, value in metrics.items()}, pl_module.last_step.iteration)
 

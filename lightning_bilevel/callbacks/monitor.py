@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -20,7 +21,7 @@ from lightning_bilevel.mixin import BilevelMixin
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["CertificateMonitor", "Monitor", "publish", "run_folder", "solver_of", "usual_tolerance"]
+__all__ = ["CertificateMonitor", "Monitor", "is_underway", "publish", "run_folder", "solver_of", "usual_tolerance"]
 
 
 def solver_of(trainer: Trainer) -> BilevelOptimizer:
@@ -35,6 +36,11 @@ def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=iteration)
+
+
+def is_underway(trainer: Trainer, pl_module: Any) -> bool:
+    """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or the check before."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and pl_module.last_step is not None
 
 
 def usual_tolerance(trainer: Trainer) -> float:
@@ -141,7 +147,7 @@ class CertificateMonitor(Monitor):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not trainer.sanity_checking and isinstance(pl_module, BilevelMixin) and pl_module.may_evaluate(self.share):
+        if is_underway(trainer, pl_module) and pl_module.may_evaluate(self.share):
             self._look(trainer, pl_module)
 
     @override
