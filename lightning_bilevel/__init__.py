@@ -2,9 +2,13 @@
 
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
+from lightning_bilevel.callbacks import ConvergencePlot as ConvergencePlot
+from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
 from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
 from lightning_bilevel.callbacks import OptimizationBudget as OptimizationBudget
+from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
+from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor
 from lightning_bilevel.data import Chunks as Chunks
 from lightning_bilevel.data import CleaningData as CleaningData
 from lightning_bilevel.data import DatasetCleaning as DatasetCleaning

@@ -1,30 +1,96 @@
-"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate`` and ``test`` run."""
+"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test`` and ``certify`` run."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
 
 import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
-from lightning_bilevel.callbacks.certificate import CertificateReport
+from lightning_bilevel.callbacks.certificate import CertificateReport, as_text
+from lightning_bilevel.callbacks.convergence import ConvergencePlot
+from lightning_bilevel.callbacks.kkt import KKTMonitor
 from lightning_bilevel.callbacks.last import LastCheckpoint
+from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
+from lightning_bilevel.callbacks.penalty import PenaltyMonitor
 from lightning_bilevel.callbacks.progress import BilevelProgressBar
+from lightning_bilevel.callbacks.solver import SolverMonitor
+from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.checkpoints import WholeFileIO
+from lightning_bilevel.kkt import Certificate
 from lightning_bilevel.messages import own_error
 from lightning_bilevel.mixin import BilevelModule
 
-__all__ = ["BilevelCLI"]
+__all__ = ["BilevelCLI", "BilevelTrainer"]
+
+
+class BilevelTrainer(Trainer):
+    """A Trainer that can also certify a checkpoint."""
+
+    def certify(
+        self,
+        model: BilevelModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        tolerance: float | None = None,
+        weights_only: bool | None = None,
+    ) -> Certificate | None:
+        """Print the certificate of a checkpoint.
+
+        Args:
+            model: The module that the checkpoint was saved with.
+            datamodule: Its data.
+            ckpt_path: The checkpoint.
+            tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and
+                1e-5 in float32.
+            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and plain values.
+        """
+        if ckpt_path is None or not Path(ckpt_path).is_file():
+            raise MisconfigurationException(f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint.")
+        if tolerance is not None and not tolerance > 0:
+            raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
+        report = CertificateReport()
+        # Of a fit, all but the steps: the module and its solver are as they were when the checkpoint was saved.
+        self.callbacks, self.loggers, self.limit_train_batches = [report], [], 0
+        self.fit_loop.max_epochs = -1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
+        certificate = model.certify(batch=move_data_to_device(batch, model.device), tolerance=tolerance)
+        if certificate is None:
+            raise MisconfigurationException(
+                f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
+            )
+        solver = solver_of(self)
+        print(
+            as_text(
+                f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}", certificate, report.tally, solver
+            )
+        )
+        return certificate
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Shows the resolved config in TensorBoard, beside saving it."""
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            show_text(trainer, "config", f"```yaml\n{self.parser.dump(self.config, skip_none=False)}\n```", 0)
 
 
 class BilevelCLI(LightningCLI):
-    """LightningCLI whose model is any bilevel module and whose fit ends with the certificate."""
+    """LightningCLI whose model is any bilevel module and whose fit is watched, and ends with the certificate."""
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         about = "Solve a bilevel problem. Another command, `lightning-bilevel compare --help`, runs several methods on one task."
@@ -35,15 +101,23 @@ class BilevelCLI(LightningCLI):
         super().__init__(
             BilevelModule,
             LightningDataModule,
+            trainer_class=BilevelTrainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            save_config_callback=_SaveConfig,
             # A second run in the same folder is normal: its config replaces the first one's.
             save_config_kwargs={"overwrite": True},
             args=args,
             **kwargs,
         )
 
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "certify": {"model", "datamodule"}}
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         named = self._get(self.config_init, "trainer.callbacks") or []
         given = list(named) if isinstance(named, list) else [named]  # a copy: the Trainer adds its own to the list
@@ -62,6 +136,15 @@ class BilevelCLI(LightningCLI):
             trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer
 
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(CertificateReport, "certificate")
         parser.add_lightning_class_args(MoreauGapMonitor, "moreau_gap")
+        parser.add_lightning_class_args(CertificateReport, "certificate")
+
+    @override
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Add the monitors, except where the config names one itself; the certificate comes last, of the point that remains."""
+        given = config.get("callbacks") or []
+        named = {type(callback) for callback in (given if isinstance(given, list) else [given])}
+        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *callbacks]
+        return super()._instantiate_trainer(config, [callback for callback in watching if type(callback) not in named])

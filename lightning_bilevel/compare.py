@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import CertificateReport
-from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
+from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli import BilevelCLI
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.messages import own_error, parsing_error
@@ -62,12 +62,12 @@ class _Config:
 
 
 class _Recorder(Callback):
-    """Takes down every evaluation, and saves the run so that it can go on from there."""
+    """Evaluates every method alike, takes it down, and saves the run so that it can go on from there."""
 
     SAVE_EVERY = 10.0
 
-    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None]) -> None:
-        self.result, self.folder, self.shown = result, folder, shown
+    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None], envelope: Envelope | None) -> None:
+        self.result, self.folder, self.shown, self.envelope = result, folder, shown, envelope
         self.saved = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -92,6 +92,9 @@ class _Recorder(Callback):
             "passes": solver.memory["passes"],
         }
         row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
+        certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
+        if certificate is not None:
+            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
         self.result.rows.append(row)
         if trainer.is_global_zero and row["optimization_time"] - self.saved >= self.SAVE_EVERY:
             state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
@@ -176,10 +179,9 @@ def _run(
     result = MethodResult(config.name, config.solver)
     cli = _build(out, config)
     trainer, module = cli.trainer, cli.model
-    ours = (CertificateReport, MoreauGapMonitor)
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, ours)]
-    monitor = MoreauGapMonitor(envelope=None if config.solver == "IVSP" else envelope)
-    trainer.callbacks += [OptimizationBudget(budget), monitor, _Recorder(result, folder, shown)]
+    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
+    recorder = _Recorder(result, folder, shown, None if config.solver == "IVSP" else envelope)
+    trainer.callbacks += [OptimizationBudget(budget), recorder]
 
     def clock() -> float:
         return float(trainer.optimizers[0].memory["optimization_time"])

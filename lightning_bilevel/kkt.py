@@ -44,6 +44,8 @@ class Certificate:
         sigma: The weak-convexity modulus that was assumed.
         delta: The relaxation.
         tolerance: Up to which the proximal point was computed.
+        held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y absorbs; 0 unless y is on the
+            boundary.
         qualification: Why the constraint qualification (ENNAMCQ) holds, or that this is not known.
     """
 
@@ -63,6 +65,7 @@ class Certificate:
     sigma: float
     delta: float
     tolerance: float
+    held_share: float
     qualification: str
 
     @property
@@ -144,6 +147,8 @@ def certify(
 
     weight = least_squares_multiplier(stationarity) if multiplier is None else multiplier
     distance = norm(y - z)
+    gradient_y = upper.grad_y + weight * gap.grad_y
+    length, free = norm(gradient_y), problem.lower_set.normal_cone_distance(y, gradient_y)
     return Certificate(
         stationarity=stationarity(weight),
         feasibility=max(gap.residual, 0.0),
@@ -161,6 +166,8 @@ def certify(
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
+        # A cone splits a vector into two orthogonal parts (Moreau): what it absorbs and what is left.
+        held_share=math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0,
         qualification=qualification,
     )
 

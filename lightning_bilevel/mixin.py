@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, cast
@@ -59,6 +60,19 @@ class _Current:
         )
 
 
+@dataclass
+class _Evaluated:
+    """The certificate that was evaluated last, and all that it depends on."""
+
+    given: tuple[BilevelProblem, Envelope, float | None, float | None]
+    point: tuple[Tensor, Tensor]
+    certificate: Certificate
+    iteration: int
+
+    def serves(self, given: tuple[BilevelProblem, Envelope, float | None, float | None], point: tuple[Tensor, Tensor]) -> bool:
+        return given == self.given and all(torch.equal(a, b) for a, b in zip(point, self.point, strict=True))
+
+
 def _contents(batch: Any) -> Iterator[tuple[Any, int]]:
     """The leaves of a batch, each tensor with its version, which counts in-place changes."""
     if isinstance(batch, Tensor):
@@ -75,6 +89,12 @@ def _contents(batch: Any) -> Iterator[tuple[Any, int]]:
             yield from _contents(getattr(batch, field.name))
     else:
         yield batch, 0
+
+
+def is_logged(trainer: Any, iteration: int) -> bool:
+    """Tell whether the record of an iteration goes to the loggers."""
+    every = trainer.log_every_n_steps  # 0 is never
+    return bool(every > 0 and (iteration % every == 0 or iteration == 1))
 
 
 def _missing(self: BilevelMixin, *args: Any) -> Tensor:
@@ -177,7 +197,10 @@ class BilevelMixin:
         # Built once to refuse bad arguments here, before any data are loaded; the solver of a run is built when it starts.
         solver(self._declaration.groups())
         self._current: _Current | None = None
+        self._evaluated: _Evaluated | None = None
         self.last_step: StepInfo | None = None
+        # Seconds that certificates have taken since the start of fit.
+        self.evaluation_time = 0.0
         self._monitored = False
         module.automatic_optimization = False
 
@@ -211,8 +234,7 @@ class BilevelMixin:
         info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
         self.last_step = info
         trainer: Any = self._module().trainer
-        every = trainer.log_every_n_steps  # 0 is never
-        logged = every > 0 and (info.iteration % every == 0 or info.iteration == 1)
+        logged = is_logged(trainer, info.iteration)
         if logged or self._monitored:
             metrics = info.metrics()
             # What EarlyStopping and ModelCheckpoint look at; `self.log` takes milliseconds for the same.
@@ -233,7 +255,8 @@ class BilevelMixin:
                 f"`{type(self).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
                 "parameter belongs to one level; a constant has `requires_grad=False`."
             )
-        self._current = None
+        self._current = self._evaluated = None
+        self.evaluation_time = 0.0
         callbacks: Any = cast(Any, module.trainer).callbacks
         self._monitored = any(str(getattr(callback, "monitor", "")).startswith("bilevel/") for callback in callbacks)
         return declared.solver(declared.groups())
@@ -271,14 +294,34 @@ class BilevelMixin:
         square = declared.units[1] ** 2
         return Envelope(rho=own.rho * square, sigma=own.sigma / square, delta=own.delta)
 
-    def certify(self, *, envelope: Envelope | None = None, tolerance: float | None = None) -> Certificate | None:
-        """Return the certificate of the current point on the last training batch; None without an envelope.
+    @property
+    def point(self) -> tuple[Tensor, Tensor]:
+        """The current x and y, each as one flat vector of its own."""
+        declared = self._declared()
+        x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
+        return x.clone(), y.clone()
+
+    @point.setter
+    def point(self, point: tuple[Tensor, Tensor]) -> None:
+        declared = self._declared()
+        with torch.no_grad():
+            for level, vector in zip((declared.upper, declared.lower), point, strict=True):
+                for parameter, block in zip(level, torch.split(vector, [p.numel() for p in level]), strict=True):
+                    parameter.copy_(block.view_as(parameter))
+
+    def certify(
+        self, *, batch: Any = None, envelope: Envelope | None = None, tolerance: float | None = None
+    ) -> Certificate | None:
+        """Return the certificate of the current point; None without an envelope.
 
         Args:
+            batch: The training batch to evaluate f and g on; None is the last one.
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
         """
         declared = self._declared()
+        if batch is not None:
+            self._problem_on(batch)
         if self._current is None:
             raise RuntimeError(f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit`.")
         # The solver of the run, not one made anew: after a resume its constants are the checkpoint's.
@@ -286,17 +329,32 @@ class BilevelMixin:
         envelope = envelope or self._envelope_with(optimizer)
         if envelope is None:
             return None
-        known = declared.qualification
-        x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
-        return certify(
-            self._current.problem,
-            x,
-            y,
-            envelope,
-            multiplier=optimizer.multiplier,
-            tolerance=tolerance,
-            qualification=known if isinstance(known, str) else known(envelope),
-        )
+        given, point = (self._current.problem, envelope, tolerance, optimizer.multiplier), self.point
+        if self._evaluated is None or not self._evaluated.serves(given, point):
+            began, known = time.perf_counter(), declared.qualification
+            certificate = certify(
+                self._current.problem,
+                *point,
+                envelope,
+                multiplier=optimizer.multiplier,
+                tolerance=tolerance,
+                qualification=known if isinstance(known, str) else known(envelope),
+            )
+            # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
+            self.evaluation_time += self._current.problem.agreed(time.perf_counter() - began, point[0])
+            self._evaluated = _Evaluated(given, point, certificate, optimizer.memory["iteration"])
+        return self._evaluated.certificate
+
+    def may_evaluate(self, share: float) -> bool:
+        """Tell whether certificates have taken no more than a share of the optimisation time so far.
+
+        The first one may always be evaluated, and one that is known already costs nothing.
+        """
+        if self.last_step is None:
+            return False
+        if self._evaluated is None or self._evaluated.iteration == self.last_step.iteration:
+            return True
+        return self.evaluation_time <= share * self.last_step.optimization_time
 
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)

@@ -11,8 +11,10 @@ from torch import Tensor
 from lightning_bilevel.kkt import Certificate, certify
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.reading import advice, reading
 from lightning_bilevel.solvers.base import SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp import IVSP
+from lightning_bilevel.tally import Tally
 
 __all__ = ["Solution", "solve"]
 
@@ -26,12 +28,21 @@ class Solution:
         y: The lower-level variables.
         certificate: The KKT residuals there; None if neither the solver nor the call named an envelope.
         history: The record of every outer iteration.
+        tally: What was counted over them.
     """
 
     x: Tensor
     y: Tensor
     certificate: Certificate | None
     history: list[StepInfo]
+    tally: Tally
+
+    @property
+    def reading(self) -> str:
+        """The certificate and the run in plain words, with advice where something is off."""
+        if self.certificate is None:
+            return "there is no certificate: neither the solver nor the call named an envelope."
+        return " ".join([reading(self.certificate, self.tally), *advice(self.certificate, self.tally)])
 
 
 def solve(
@@ -74,11 +85,14 @@ def solve(
     x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
     optimizer = solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
     problem.check(x, y)
-    history = [optimizer.step(problem=problem) for _ in range(max_steps)]
+    history, tally = [], Tally()
+    for _ in range(max_steps):
+        history.append(optimizer.step(problem=problem))
+        tally.add(history[-1], optimizer)
     x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
     if envelope is not None:
         certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance)
-    return Solution(x, y, certificate, history)
+    return Solution(x, y, certificate, history, tally)
 
 
 def _start(name: str, value: Any) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -51,6 +53,80 @@ def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "optimisation time" in capsys.readouterr().out  # it ended by itself, without a limit on steps or epochs
 
 
+MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
+QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("solver", ["ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome"])
+def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], solver: str, named: bool) -> None:
+    """Named in YAML without arguments, or not named at all: each monitor watches once."""
+    config = yaml.safe_load((CONFIG.parent / f"{solver}.yaml").read_text())
+    config["trainer"] |= {"max_epochs": 2, "log_every_n_steps": 5, **({"callbacks": MONITORS} if named else {})}
+    config["model"]["init_args"]["n"], config["data"]["init_args"]["epoch_length"] = 10, 20
+    (tmp_path / "watched.yaml").write_text(yaml.safe_dump(config))
+    fit(tmp_path, *QUIET, config=tmp_path / "watched.yaml")
+    assert "lower level within" in capsys.readouterr().out
+    folder = next(tmp_path.rglob("events.out.tfevents*")).parent
+    found = events(folder)
+    tags = {f"bilevel/{word}" for word in ("violation", "prox_distance", "kkt_residual", "kkt_best", "calls_gap", "passes")}
+    assert tags <= set(found.Tags()["scalars"])
+    assert ("bilevel/penalty_constant_for" in found.Tags()["scalars"]) == (solver == "ivsp")
+    assert [event.step for event in found.Scalars("bilevel/calls_gap")] == [1, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert found.Tags()["images"] == ["convergence"]
+    assert {"config/text_summary", "certificate/text_summary"} <= set(found.Tags()["tensors"])
+    shown = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"]["n"] == 10
+    assert (folder / "convergence.png").exists()
+    assert (folder / "checkpoints" / "certificate.json").exists()
+
+
+class TestCertify:
+    @pytest.fixture
+    def run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], dict[str, Any]]:
+        fit(tmp_path, *QUIET, "--trainer.max_epochs=2", "--model.init_args.n=10")
+        capsys.readouterr()
+        (checkpoint,) = tmp_path.rglob("*.ckpt")
+        (config,) = tmp_path.rglob("config.yaml")
+        saved = json.loads((checkpoint.parent / "certificate.json").read_text())
+        return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved
+
+    def test_equals_the_certificate_of_the_run(self, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        call, saved = run
+        before = sorted(tmp_path.rglob("*"))
+        main(call)
+        printed = capsys.readouterr().out
+        for name in ("stationarity", "feasibility", "complementarity"):
+            assert f"{saved['certificate'][name]:.3e}" in printed
+        # the counts of the run are in the checkpoint, so the penalty is in the reading
+        assert saved["reading"] in " ".join(printed.split())
+        assert sorted(tmp_path.rglob("*")) == before  # it only looks
+
+    def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import lightning_bilevel.mixin as mixin
+
+        seen, certify = [], mixin.certify
+        monkeypatch.setattr(mixin, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))
+        main([*run[0], "--tolerance", "1e-2"])
+        assert seen == [1e-2]
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (["--ckpt_path", "nowhere.ckpt"], "`certify(ckpt_path=nowhere.ckpt)` must be the path of a checkpoint"),
+            (["--ckpt_path", "null"], "`certify(ckpt_path=None)` must be the path of a checkpoint"),
+            (["--tolerance", "0"], "`certify(tolerance=0.0)` must be positive"),
+        ],
+    )
+    def test_bad_calls(self, run: Any, capsys: pytest.CaptureFixture[str], change: list[str], words: str) -> None:
+        with pytest.raises(SystemExit) as stop:
+            main([*run[0], *change])
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert "Traceback" not in error
+
+
 def test_validate_and_test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("validate", "test"):
         main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}"])
@@ -86,6 +162,8 @@ def test_a_wrong_key_or_type_is_named_at_parsing(
         ("--model.init_args.n=0", "`SineProblem(n=0)` must be at least 1"),
         ("--data.init_args.epoch_length=0", "`FullBatchDataModule(epoch_length=0)` must be at least 1"),
         ("--trainer.precision=bf16-mixed", "is not supported: the Moreau gap"),
+        ("--moreau_gap.every_n_steps=0", "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None"),
+        ("--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}", "`rho=2.0` must be smaller than 1/sigma = 1"),
         ("--certificate.tolerance=-1", "`CertificateReport(tolerance=-1.0)` must be positive"),
     ],
 )

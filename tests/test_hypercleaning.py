@@ -81,6 +81,10 @@ def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     found = ours.suspicious(int(source.corrupted.sum()))
     assert float(source.corrupted[found].float().mean()) > 0.85
     assert "suspicious samples" in events(Path(logger.log_dir)).Tags()["images"]
+    figure = ours.suspicious_figure(*source.lower[:2], count=10)
+    drawn = [axis for axis in figure.axes if axis.get_images()]
+    assert len(drawn) == 10
+    assert [int(axis.get_title().split()[0]) for axis in drawn] == source.lower[1][ours.suspicious(10)].tolist()
 
 
 def test_metrics_are_what_they_say(tmp_path: Any) -> None:

@@ -9,7 +9,20 @@ import pytest
 import lightning_bilevel
 
 PACKAGE = Path(lightning_bilevel.__file__).parent
-CORE = ["scalars", "problem", "sets", "penalty", "moreau", "linesearch", "kkt", "solve", "schedule", "solvers"]
+CORE = [
+    "scalars",
+    "problem",
+    "sets",
+    "penalty",
+    "moreau",
+    "linesearch",
+    "kkt",
+    "solve",
+    "schedule",
+    "solvers",
+    "tally",
+    "reading",
+]
 PUBLIC = [
     "BOME",
     "Ball",
@@ -25,6 +38,7 @@ PUBLIC = [
     "CertificateReport",
     "Chunks",
     "CleaningData",
+    "ConvergencePlot",
     "ConvexSet",
     "DatasetCleaning",
     "DigitsCleaning",
@@ -42,6 +56,7 @@ PUBLIC = [
     "IVSPInfo",
     "IVSPMixin",
     "InnerLoopError",
+    "KKTMonitor",
     "LastCheckpoint",
     "LineSearchError",
     "MEHA",
@@ -52,6 +67,7 @@ PUBLIC = [
     "OmniglotEpisodes",
     "OptimizationBudget",
     "PNGBiO",
+    "PenaltyMonitor",
     "Power",
     "Product",
     "SLM",
@@ -59,6 +75,7 @@ PUBLIC = [
     "SineProblem",
     "Solution",
     "SolverCallable",
+    "SolverMonitor",
     "Splits",
     "StepInfo",
     "TaskEpisodes",

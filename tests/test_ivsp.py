@@ -260,7 +260,7 @@ def test_metrics_have_the_names_that_loggers_see() -> None:
     info = optimizer.step(problem=problem.build())
     metrics = info.metrics()
     assert set(metrics) == {
-        *("bilevel/upper", "bilevel/lower", "bilevel/moreau_gap", "bilevel/violation", "bilevel/smoothing", "bilevel/penalty"),
+        *("bilevel/upper", "bilevel/lower", "bilevel/moreau_gap", "bilevel/smoothing", "bilevel/penalty"),
         *("bilevel/penalty_updates", "bilevel/multiplier", "bilevel/step", "bilevel/trials", "bilevel/inner_iterations"),
         "bilevel/optimization_time",
     }

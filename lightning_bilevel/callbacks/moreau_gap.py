@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from typing import Any
+
+from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_bilevel.mixin import BilevelMixin
-from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.callbacks.monitor import CertificateMonitor, publish
+from lightning_bilevel.kkt import Certificate
 
 __all__ = ["MoreauGapMonitor"]
 
 
-class MoreauGapMonitor(Callback):
-    r"""Logs ``violation`` and ``kkt_residual`` with every validation, for every solver alike.
+class MoreauGapMonitor(CertificateMonitor):
+    r"""Logs how far the lower level is violated, for every solver alike.
 
-    The proximal point is computed anew, by projected gradient with monotone backtracking from z = y, so the numbers do not
-    depend on what the solver believes. The violation is :math:`[R(x, y)]_+`, the residual the largest of the three KKT
-    residuals. None of it counts as optimisation time.
+    The proximal point z is computed anew, by projected gradient with monotone backtracking from z = y, so the numbers do not
+    depend on what the solver believes:
 
-    Args:
-        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-3, as in the paper, and
-            1e-6 in float64, where the stationarity can be told more exactly.
-        envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
+    - ``bilevel/violation``: :math:`[R(x, y)]_+`;
+    - ``bilevel/prox_distance``: :math:`\|y - z\|`;
+    - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho\delta/(1 - \rho\sigma)}`, which bounds that distance where
+      :math:`R \le 0`.
+
+    When it looks is said by its arguments, see :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
+
+    Attributes:
+        evaluations: How often it has looked, over all parts of a run that was resumed.
+        smallest: The smallest violation so far.
     """
 
-    def __init__(self, tolerance: float | None = None, envelope: Envelope | None = None) -> None:
-        if tolerance is not None and tolerance <= 0:
-            raise ValueError(f"`MoreauGapMonitor(tolerance={tolerance})` must be positive.")
-        self.tolerance = tolerance
-        self.envelope = envelope
+    evaluations = 0
+    smallest: float | None = None
 
     @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, BilevelMixin) or trainer.sanity_checking or pl_module.last_step is None:
-            return
-        usual = 1e-6 if trainer.precision == "64-true" else 1e-3
-        with torch.enable_grad():
-            certificate = pl_module.certify(envelope=self.envelope, tolerance=self.tolerance or usual)
-        if certificate is not None:
-            pl_module.log("violation", certificate.feasibility)
-            pl_module.log("kkt_residual", certificate.kkt)
+    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+        self.evaluations += 1
+        self.smallest = min(certificate.feasibility, self.smallest if self.smallest is not None else certificate.feasibility)
+        metrics = {
+            "bilevel/violation": certificate.feasibility,
+            "bilevel/prox_distance": certificate.prox_distance,
+            "bilevel/prox_distance_bound": certificate.distance_bound,
+        }
+        publish(trainer, metrics, iteration)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self.evaluations, "smallest": self.smallest}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.evaluations, self.smallest = state_dict["evaluations"], state_dict["smallest"]

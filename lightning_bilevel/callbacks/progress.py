@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
+from lightning_bilevel.callbacks.budget import OptimizationBudget
 from lightning_bilevel.mixin import BilevelMixin
 
 __all__ = ["BilevelProgressBar"]
 
 
 class BilevelProgressBar(TQDMProgressBar):
-    """Shows f, the Moreau gap and the penalty of the last step, and is drawn at most four times a second.
+    """Shows what validation logs, f, the Moreau gap and the penalty of the last step, and the time left of a budget.
+
+    Where the solver knows no gap, it is the violation that a monitor found last. The bar is drawn at most four times a second.
 
     Lightning's own bar is drawn at every step, which takes a good part of a millisecond, and shows only what was logged with
     ``self.log``, which takes more.
@@ -40,7 +43,13 @@ class BilevelProgressBar(TQDMProgressBar):
         shown.pop("v_num", None)
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             metrics = pl_module.last_step.metrics()
+            violation = trainer.callback_metrics.get("bilevel/violation")
+            if violation is not None:
+                metrics.setdefault("bilevel/moreau_gap", float(violation))
             for label, name in (("f", "upper"), ("gap", "moreau_gap"), ("gamma", "penalty")):
                 if f"bilevel/{name}" in metrics:
                     shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
+            budgets = [c.budget for c in cast(Any, trainer).callbacks if isinstance(c, OptimizationBudget)]
+            if budgets:
+                shown["left"] = f"{max(min(budgets) - pl_module.last_step.optimization_time, 0.0):.1f}s"
         return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in shown.items()}

@@ -181,11 +181,12 @@ class HyperCleaning(BilevelModule):
         with torch.no_grad():
             predicted = self(images[index].to(self.logits)).argmax(1).cpu()
         figure = Figure(figsize=(8 * 1.1, math.ceil(len(index) / 8) * 1.35), layout="constrained")
-        axes = figure.subplots(math.ceil(len(index) / 8), 8, squeeze=False).flat
+        axes = list(figure.subplots(math.ceil(len(index) / 8), 8, squeeze=False).flat)
         for axis in axes:
             axis.set_axis_off()
         for axis, i, guess in zip(axes, index.tolist(), predicted.tolist(), strict=False):
-            axis.imshow(images[i].cpu().squeeze(0) if len(images[i]) == 1 else images[i].cpu().movedim(0, -1), cmap="gray_r")
+            pixels = images[i].cpu().squeeze(0) if len(images[i]) == 1 else images[i].cpu().movedim(0, -1)
+            axis.imshow(pixels.numpy(), cmap="gray_r")
             axis.set_title(f"{int(labels[i])} → {guess}", fontsize=9)
         figure.suptitle("lowest weights: given label → predicted label", fontsize=10)
         return figure

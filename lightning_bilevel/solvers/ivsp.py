@@ -64,7 +64,6 @@ class IVSPInfo(StepInfo):
     NAMES: ClassVar[dict[str, str]] = {
         **StepInfo.NAMES,
         "residual": "bilevel/moreau_gap",
-        "violation": "bilevel/violation",
         "mu": "bilevel/smoothing",
         "gamma": "bilevel/penalty",
         "penalty_updates": "bilevel/penalty_updates",

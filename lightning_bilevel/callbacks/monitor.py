@@ -1,0 +1,166 @@
+"""What the monitors have in common: what they may watch, when they look, and where their numbers go."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_bilevel.callbacks.tensorboard import show_layout
+from lightning_bilevel.kkt import Certificate
+from lightning_bilevel.mixin import BilevelMixin
+from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.solvers.base import BilevelOptimizer
+
+__all__ = ["CertificateMonitor", "Monitor", "is_underway", "publish", "run_folder", "solver_of", "usual_tolerance"]
+
+
+def solver_of(trainer: Trainer) -> BilevelOptimizer:
+    """Return the solver of a run."""
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, BilevelOptimizer)
+    return optimizer
+
+
+def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
+    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers; `self.log` takes milliseconds for the same."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=iteration)
+
+
+def is_underway(trainer: Trainer, pl_module: Any) -> bool:
+    """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or the check before."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and pl_module.last_step is not None
+
+
+def usual_tolerance(trainer: Trainer) -> float:
+    """Return the paper's accuracy of a proximal point, 1e-3; in float64, where the stationarity can be told better, 1e-6."""
+    return 1e-6 if trainer.precision == "64-true" else 1e-3
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """Return where a run's files go, or None for a trial run of a few steps that leaves none."""
+    folder = trainer.log_dir
+    return None if trainer.fast_dev_run or folder is None else Path(folder)  # type: ignore[attr-defined]
+
+
+class Monitor(Callback):
+    """A callback that watches the solver of a bilevel module.
+
+    Args:
+        every_n_steps: Look at every n-th outer iteration.
+        every_n_seconds: Look whenever so many seconds have passed.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, every_n_seconds: float | None = None) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("every_n_seconds", every_n_seconds)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{type(self).__name__}({name}={value})` must be positive and finite, or None.")
+        self.every_n_steps = every_n_steps
+        self.every_n_seconds = every_n_seconds
+        self._looked = 0.0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, BilevelMixin):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` was given a {type(pl_module).__name__}: it needs a bilevel module, whose solver it "
+                "watches."
+            )
+        self._looked = time.monotonic()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if next(c for c in callbacks if isinstance(c, Monitor)) is self:
+            if not trainer.loggers:
+                rank_zero_info(
+                    "There is no logger: what the monitors find is in `trainer.callback_metrics`, and in the certificate at the "
+                    "end."
+                )
+            show_layout(trainer, solver_of(trainer))
+
+    def due(self, iteration: int, usual: int | None = None) -> bool:
+        """Tell whether an interval has passed: the user's, or else the usual number of steps."""
+        steps = self.every_n_steps or usual
+        if steps is not None and iteration % steps == 0:
+            return True
+        if self.every_n_seconds is not None and time.monotonic() - self._looked >= self.every_n_seconds:
+            self._looked = time.monotonic()
+            return True
+        return False
+
+
+class CertificateMonitor(Monitor):
+    """A monitor that looks at the certificate of the current point.
+
+    It does so at the given intervals, at the end, and with every validation as long as all certificates together have taken
+    no more than a share of the optimisation time. Monitors that look at the same point share one evaluation, and none of it
+    counts as optimisation time.
+
+    Args:
+        every_n_steps: Look at every n-th outer iteration.
+        every_n_seconds: Look whenever so many seconds have passed.
+        share: How much of the optimisation time the looks at validation may add to it; ``inf`` looks at every validation, 0
+            at the first one only.
+        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-3, as in the paper, and
+            1e-6 in float64, where the stationarity can be told more exactly.
+        envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
+        share: float = 0.01,
+        tolerance: float | None = None,
+        envelope: Envelope | None = None,
+    ) -> None:
+        super().__init__(every_n_steps, every_n_seconds)
+        if tolerance is not None and not tolerance > 0:
+            raise ValueError(f"`{type(self).__name__}(tolerance={tolerance})` must be positive.")
+        if not share >= 0:
+            raise ValueError(f"`{type(self).__name__}(share={share})` must be at least 0.")
+        self.share, self.tolerance, self.envelope = share, tolerance, envelope
+        self._seen = 0
+
+    @abstractmethod
+    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+        """Do something about the certificate of the current point."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._seen = 0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        due = self.due(pl_module.last_step.iteration)
+        if self.every_n_seconds is not None:
+            due = trainer.strategy.broadcast(due)  # the clocks of processes differ, and a certificate needs all of them
+        if due:
+            self._look(trainer, pl_module)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if is_underway(trainer, pl_module) and pl_module.may_evaluate(self.share):
+            self._look(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._look(trainer, pl_module)
+
+    def _look(self, trainer: Trainer, pl_module: Any) -> None:
+        if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
+            return
+        certificate = pl_module.certify(envelope=self.envelope, tolerance=self.tolerance or usual_tolerance(trainer))
+        if certificate is not None:
+            self._seen = pl_module.last_step.iteration
+            self.observe(trainer, pl_module, certificate, self._seen)
