@@ -78,7 +78,7 @@ def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"]["n"] == 10
     assert (folder / "convergence.png").exists()
-    assert (folder / "checkpoints" / "certificate.json").exists()
+    assert (tmp_path / "checkpoints" / "certificate.json").exists()
 
 
 class TestCertify:
@@ -206,12 +206,26 @@ def test_the_command_is_installed() -> None:
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
+FOLDERS = {"MNISTCleaning": "MNIST", "FashionMNISTCleaning": "FashionMNIST", "OmniglotEpisodes": "omniglot-py"}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests of a session find Omniglot decoded."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_config_runs(tmp_path: Path, config: Path) -> None:
+def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names arguments that exist; where its data are at hand, it makes a step."""
     assert _parse(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
-    if source in ("MNISTCleaning", "FashionMNISTCleaning") and not (DATA / source.removesuffix("Cleaning")).exists():
-        pytest.skip(f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA")
-    root = [f"--data.init_args.root={DATA}"] if "MNIST" in source else []
-    fit(tmp_path, "--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false", *root, config=config)
+    options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
+    if source in FOLDERS:
+        if not (DATA / FOLDERS[source]).exists():
+            pytest.skip(f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA")
+        options.append(f"--data.init_args.root={DATA}")
+    if source.endswith("Episodes"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        options += ["--model.tasks=2", *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test"))]
+    fit(tmp_path, *options, config=config)
