@@ -17,7 +17,7 @@ from test_trainer import events
 from torch import Tensor
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear, max_pool2d
 
-from lightning_bilevel import BOME, FewShot, GlyphEpisodes
+from lightning_bilevel import BOME, Chunks, FewShot, GlyphEpisodes
 from lightning_bilevel.modules.fewshot import Conv4, adapt
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +122,18 @@ def test_values_and_gradients_are_those_of_one_task_at_a_time(chunk_images: int,
     assert gap.value_y - gap.value_z == pytest.approx(float(difference.detach()), rel=tolerance, abs=tolerance)
     assert torch.allclose(gap.grad_x, as_declared(gap_x, ours), rtol=tolerance, atol=tolerance)
     assert torch.allclose(gap.grad_y, gap_y, rtol=tolerance, atol=tolerance)
+
+
+def test_chunks_of_the_user_keep_their_weights() -> None:
+    ours, source = module(chunk_images=6), data()
+    parts = [tuple(tensor[part] for tensor in source.upper) for part in (slice(0, 2), slice(2, 5))]
+    x, y, _ = point(ours, torch.float32)
+
+    def f(batch: Any) -> float:
+        return ours.bilevel_problem({"upper": batch, "lower": source.lower}).upper(x, y).value
+
+    assert f(Chunks(parts)) == pytest.approx(f(source.upper), rel=1e-5)
+    assert f(Chunks(parts, [0.9, 0.1])) == pytest.approx(0.9 * f(parts[0]) + 0.1 * f(parts[1]), rel=1e-5)
 
 
 def test_the_encoder_runs_once_per_x_however_many_inner_iterations() -> None:

@@ -197,12 +197,12 @@ class FewShot(BilevelModule):
         return super().bilevel_problem(batch)
 
     def _in_chunks(self, batch: Any) -> Chunks:
-        parts = [
-            part
-            for whole in as_chunks(batch).batches
-            for part in zip(*(torch.split(tensor, self._tasks_at_once(whole[0])) for tensor in whole), strict=True)
-        ]
-        return Chunks(parts)
+        chunks, parts, weights = as_chunks(batch), [], []
+        for whole, share in zip(chunks.batches, chunks.shares, strict=True):
+            for part in zip(*(torch.split(tensor, self._tasks_at_once(whole[0])) for tensor in whole), strict=True):
+                parts.append(part)
+                weights.append(share * len(part[0]) / len(whole[0]))
+        return Chunks(parts, weights)
 
     def _tasks_at_once(self, images: Tensor) -> int:
         return max(1, self.chunk_images // int(images.shape[1]))
