@@ -126,7 +126,7 @@ def told(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     assert "Traceback" not in errors
     sentence = errors[errors.index("lightning-bilevel: ") :]
     assert len(sentence.splitlines()) <= 2
-    assert len(sentence) < 700
+    assert len(sentence) < 1000  # Lightning lists all metrics where one is missing
     return stop.value.code, sentence
 
 
