@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
 from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
+from lightning_bilevel.files import write_whole
 from lightning_bilevel.kkt import Certificate, table
 from lightning_bilevel.mixin import BilevelMixin
 from lightning_bilevel.reading import advice, reading
@@ -97,7 +98,7 @@ class CertificateReport(Callback):
             "certificate": self.certificate.as_dict(),
             "counts": self.tally.as_dict(),
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def as_text(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_bilevel.data.episodes import EpisodeData
 from lightning_bilevel.data.samples import DATA_VARIABLE, optional_import
+from lightning_bilevel.files import write_whole
 
 __all__ = ["OmniglotEpisodes"]
 
@@ -166,8 +167,6 @@ def _keep(path: Path, images: Tensor) -> None:
     """Write the cache, whole or not at all; without it the drawings are decoded again the next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        torch.save(images, part)
-        os.replace(part, path)
+        write_whole(path, lambda file: torch.save(images, file))
     except (OSError, RuntimeError):  # what torch raises for a full or read-only disk
         return
