@@ -1,4 +1,4 @@
-"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test`` and ``certify`` run."""
+"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test``, ``certify`` and ``probe`` run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from lightning_bilevel.callbacks.progress import BilevelProgressBar
 from lightning_bilevel.callbacks.solver import SolverMonitor
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.checkpoints import WholeFileIO
-from lightning_bilevel.kkt import Certificate
+from lightning_bilevel.kkt import Certificate, table
 from lightning_bilevel.messages import own_error
 from lightning_bilevel.mixin import BilevelModule
+from lightning_bilevel.solvers.ivsp import IVSP
 
 __all__ = ["BilevelCLI", "BilevelTrainer"]
 
 
 class BilevelTrainer(Trainer):
-    """A Trainer that can also certify a checkpoint."""
+    """A Trainer that can also certify a checkpoint, and tell the constants that a problem suggests."""
 
     def certify(
         self,
@@ -59,14 +60,8 @@ class BilevelTrainer(Trainer):
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
         report = CertificateReport()
-        # Of a fit, all but the steps: the module and its solver are as they were when the checkpoint was saved.
-        self.callbacks, self.loggers, self.limit_train_batches = [report], [], 0
-        self.fit_loop.max_epochs = -1
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-            self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
-        certificate = model.certify(batch=move_data_to_device(batch, model.device), tolerance=tolerance)
+        batch = self._set_up(report, model, datamodule, ckpt_path, weights_only)
+        certificate = model.certify(batch=batch, tolerance=tolerance)
         if certificate is None:
             raise MisconfigurationException(
                 f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
@@ -78,6 +73,43 @@ class BilevelTrainer(Trainer):
             )
         )
         return certificate
+
+    def probe(self, model: BilevelModule, datamodule: LightningDataModule) -> list[tuple[str, str]]:
+        """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
+
+        Args:
+            model: The module, with any solver. The relaxation delta is that of its envelope, or 1e-3.
+            datamodule: Its data.
+        """
+        batch = self._set_up(CertificateReport(), model, datamodule, None, None)
+        own, (x, y) = solver_of(self), model.point
+        envelope = own.envelope or model.envelope
+        levels = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
+        solver = IVSP(levels, delta=1e-3 if envelope is None else envelope.delta)
+        problem, unit_x, unit_y = model.problem_in_units(batch)
+        rows = solver.probe(problem, problem.upper_set.project(x / unit_x), problem.lower_set.project(y / unit_y))
+        given = own.constants if isinstance(own, IVSP) else {}
+        shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
+        print(table(f"IVSP on {type(model).__name__}, delta {solver.constants['delta']:g}: what it would choose", shown))
+        print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
+        return rows
+
+    def _set_up(
+        self,
+        report: CertificateReport,
+        model: BilevelModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None,
+        weights_only: bool | None,
+    ) -> Any:
+        """Do all of a fit but the steps, and return its batch: module and solver are as they were when it was saved."""
+        self.callbacks, self.loggers, self.limit_train_batches = [report], [], 0
+        self.fit_loop.max_epochs = -1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
+        return move_data_to_device(batch, model.device)
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -115,7 +147,7 @@ class BilevelCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "certify": {"model", "datamodule"}}
+        return {**LightningCLI.subcommands(), "certify": {"model", "datamodule"}, "probe": {"model", "datamodule"}}
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -345,6 +345,10 @@ class BilevelMixin:
             self._evaluated = _Evaluated(given, point, certificate, optimizer.memory["iteration"])
         return self._evaluated.certificate
 
+    def problem_in_units(self, batch: Any) -> tuple[BilevelProblem, float, float]:
+        """Return the problem on a batch in the units that the solver works in, and these units."""
+        return self._problem_on(batch).scaled, *self._declared().units
+
     def may_evaluate(self, share: float) -> bool:
         """Tell whether certificates have taken no more than a share of the optimisation time so far.
 

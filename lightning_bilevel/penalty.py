@@ -80,9 +80,12 @@ def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
     return float(zeta_bar * mu**q)
 
 
-def inverse_penalty(t: int, gamma0: float) -> float:
-    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}`."""
-    return float(gamma0 * (t + 1) ** -0.5)
+def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
+    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}` (the paper's), or :math:`\gamma_0 \, \text{ratio}^t`.
+
+    The theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}` bounded. It is never rounded to 0.
+    """
+    return max(float(gamma0 * ((t + 1) ** -0.5 if ratio is None else ratio**t)), sys.float_info.min)
 
 
 def needs_update(residual: float, step: float, *, mu: float, gamma: float, a: float, c2: float) -> bool:

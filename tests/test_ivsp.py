@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from helpers import (
+    PLAIN,
     PROBLEMS,
     SOLVERS,
     Problem,
@@ -108,7 +109,7 @@ def test_the_armijo_test_forgives_the_paper_s_rounding_error(rise: float, trials
     # The lower level is idle (y = z = 0, R = -1), tau is 1e-20, and the first trial x = 1 raises f by a known amount.
     problem = BilevelProblem(lambda x, y: (-x + (1 + rise) * x**2).sum() + 0 * y.sum(), lambda x, y: (y**2).sum() / 2)
     zeros = torch.zeros(1, dtype=torch.float64)
-    optimizer = IVSP(groups(zeros, zeros), sigma=0.0, delta=1.0, mu0=1.0, zeta_bar=1e-40, c1=1e-300)
+    optimizer = IVSP(groups(zeros, zeros), **{**PLAIN, "mu0": 1.0, "zeta_bar": 1e-40}, rho=0.5, sigma=0.0, delta=1.0, c1=1e-300)
     info = optimizer.step(problem=problem)
     assert (info.trials, info.L) == (trials, float(trials))
 
@@ -446,7 +447,7 @@ class TestOutsideChanges:
     def test_a_start_outside_the_set_is_projected_with_a_warning(self) -> None:
         x, y = torch.tensor([3.0, -2.0]), torch.tensor([0.0, 5.0])
         problem = BilevelProblem(self.problem.f, self.problem.g, Box(-1.0, 1.0), Box(-1.0, 2.0))
-        optimizer = IVSP(groups(x, y), sigma=0.0, gamma0=1e-9, mu0=1e-9)
+        optimizer = IVSP(groups(x, y), **{**PLAIN, "gamma0": 1e-9, "mu0": 1e-9}, rho=0.5, sigma=0.0)
         with pytest.warns(UserWarning, match="start lies outside") as caught:
             optimizer.step(problem=problem)
         assert [str(w.message) for w in caught] == [
@@ -708,11 +709,16 @@ class TestConstants:
             self.make(**{name: value})
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None])
-    @pytest.mark.parametrize(
-        "name", ["rho", "sigma", "delta", "mu0", "block", "r", "gamma0", "zeta_bar", "L_max", "B_R", "max_inner"]
-    )
+    @pytest.mark.parametrize("name", ["delta", "r", "theta_low", "max_inner"])
     def test_finite_numbers(self, name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(f'`IVSP({name}={value!r})` must be a finite number.')}$"):
+            self.make(**{name: value})
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5"])
+    @pytest.mark.parametrize("name", ["rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "c1", "L_xy", "L_yy", "L_max", "B_R"])
+    def test_finite_numbers_or_left_out(self, name: str, value: Any) -> None:
+        message = f"`IVSP({name}={value!r})` must be a finite number, or None for a choice of IVSP's."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             self.make(**{name: value})
 
     @pytest.mark.parametrize(
@@ -729,7 +735,7 @@ class TestConstants:
             ({"fixed_L": "1"}, "`IVSP(fixed_L='1')` must be positive and finite, or None for the line search."),
             ({"smoothing": "abs"}, '`IVSP(smoothing=\'abs\')` must be "huber" or "softplus".'),
             ({"inner": "newton"}, '`IVSP(inner=\'newton\')` must be "gradient" or "accelerated".'),
-            ({"bb": "both"}, '`IVSP(bb=\'both\')` must be "short" or "long".'),
+            ({"bb": "both"}, '`IVSP(bb=\'both\')` must be "short", "long", or None for a choice of IVSP\'s.'),
             ({"L_min": 2.0, "L_max": 1.0}, "`IVSP(L_min=2.0)` must be at most L_max=1.0."),
             ({"q": 0.0}, "`IVSP(q=0.0)` must be positive and finite, or None for 1/r + 0.01."),
             ({"q": math.inf}, "`IVSP(q=inf)` must be positive and finite, or None for 1/r + 0.01."),
@@ -763,7 +769,11 @@ class TestConstants:
         assert self.make().constants["q"] == pytest.approx(3.01)
 
     def test_defaults_are_the_paper_s_common_settings(self) -> None:
-        constants = self.make().constants
+        optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
+        assert not optimizer.adaptive
+        optimizer.step(problem=BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()))
+        constants = optimizer.constants
+        assert (constants["unit"], constants["bb"]) == (1.0, "short")
         paper = reference.Settings(rho=0.5, sigma=1.0, mu0=1.0, block=1, gamma0=1.0, zeta_bar=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0)
         for name in ("delta", "r", "q", "c1", "c2", "L_min", "L_max", "B_R", "theta_low", "theta_hat", "smoothing", "fixed_L"):
             assert constants[name] == getattr(paper, name), name

@@ -96,6 +96,7 @@ class CertificateReport(Callback):
             "reading": reading(self.certificate, self.tally),
             "advice": advice(self.certificate, self.tally),
             "certificate": self.certificate.as_dict(),
+            "chosen": dict(optimizer.chosen),
             "counts": self.tally.as_dict(),
         }
         write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
@@ -110,6 +111,8 @@ def as_text(
 ) -> str:
     """Lay out a certificate and its run as a table, with the reading and the advice below."""
     rows = certificate.rows() if certificate is not None else []
+    chosen = ", ".join(f"{name} {text.split(' ')[0]}" for name, text in optimizer.chosen)
+    rows = [*rows, ("chosen constants", chosen)] if chosen else rows
     drawn = table(title, [*(validation or []), *rows, *_run(optimizer.memory)])
     if certificate is None:
         return drawn

@@ -91,6 +91,11 @@ class BilevelOptimizer(Optimizer, ABC):
         return None
 
     @property
+    def chosen(self) -> list[tuple[str, str]]:
+        """The constants that the method has chosen for itself, each with its value and where that comes from."""
+        return []
+
+    @property
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
         return None

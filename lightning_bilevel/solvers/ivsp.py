@@ -22,15 +22,24 @@ from lightning_bilevel.penalty import (
     smoothing_parameter,
 )
 from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError
-from lightning_bilevel.sets import Product
+from lightning_bilevel.scalars import norm
+from lightning_bilevel.sets import ConvexSet, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp_constants import check_constants
+from lightning_bilevel.solvers.ivsp_defaults import PER_TASK, adapted_accuracy, choose, corrected, explain
 from lightning_bilevel.solvers.ivsp_faults import check_trials, warn_of_stall
 
 __all__ = ["IVSP", "IVSPInfo"]
 
 # Trials of one line search whose inner loop may fail before the search gives up: each costs max_inner gradients.
 _MAX_FAILURES = 5
+# With rho = 1/(4 L_yy) the inner loop's error falls by 0.4 in each iteration: one that takes so many is at a point where g is
+# far more curved, which a shorter step keeps clear of.
+_MAX_INNER = 200
+# The grid of inverse penalties where IVSP chooses for itself: an update halves.
+_RATIO = 0.5
+# Times the rounding of g: an evaluation cannot be more accurate than that.
+_FLOOR = 4.0
 
 
 @dataclass(frozen=True)
@@ -136,18 +145,21 @@ class IVSP(BilevelOptimizer):
         params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         rho: :math:`\rho`, the Moreau parameter; ``rho * sigma`` must be below 1.
         sigma: :math:`\sigma`, the weak-convexity modulus of g(x, .); 0 for a convex lower level.
-        delta: :math:`\delta`, the relaxation: the lower level ends nearly stationary up to :math:`O(\sqrt\delta)`.
+        delta: :math:`\delta`, the relaxation, in the unit of g: the lower level ends nearly stationary up to
+            :math:`O(\sqrt\delta)`.
         mu0: :math:`\mu_0`, the first smoothing.
         block: B, how many iterations share one smoothing: :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`.
         r: The power by which the smoothing falls, between 0 and 1; 1/3 balances the rates.
         q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r + 0.01.
-        gamma0: :math:`\gamma_0`, the first inverse penalty: :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`.
+        gamma0: :math:`\gamma_0`, the first inverse penalty: :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or
+            :math:`\gamma_0 2^{-t}` where IVSP chooses constants for itself.
         zeta_bar: :math:`\bar\zeta`, the scale of the accuracy.
         c1: :math:`c_1`, the decrease that the line search asks for.
         c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the penalty.
         L_init: :math:`L_{0,0}`, where the first line search starts.
         bb: Which Barzilai-Borwein step a line search starts from: ``"short"`` (the paper's), or ``"long"``, which is less
-            timid where a few directions are much stiffer than the others.
+            timid where a few directions are much stiffer than the others. IVSP's choice is the long one as long as it is
+            accepted at once.
         L_min: The smallest start of a line search.
         L_max: The largest start of a line search.
         L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
@@ -162,8 +174,10 @@ class IVSP(BilevelOptimizer):
         max_trials: The cap on the trials of one line search.
         max_inner: The cap on the iterations of one Moreau evaluation.
 
-    The defaults of delta, r, q, c1, c2, L_min, L_max, B_R, theta_low and theta_hat are the paper's, common to all its
-    experiments; it chooses the others per task.
+    A constant that is None is chosen at the first step, from a few gradients there
+    (:mod:`lightning_bilevel.solvers.ivsp_defaults` says how), and is constant from then on, through checkpoints too. With rho,
+    sigma, mu0, block, gamma0, zeta_bar, L_init, L_xy and L_yy all given, nothing is chosen: this is the paper's algorithm,
+    with its constants c1 = 1e-4, c2 = 1, L_min = 1e-11, L_max = 1e11, B_R = 1000 and the short step.
 
     References:
         Alcantara, Inoue, Takeda: Improved KKT Complexity for First-Order Bilevel Optimization under Weak Lower-Level
@@ -174,25 +188,25 @@ class IVSP(BilevelOptimizer):
         self,
         params: Iterable[dict[str, Any]],
         *,
-        rho: float = 0.5,
-        sigma: float = 1.0,
+        rho: float | None = None,
+        sigma: float | None = None,
         delta: float = 1e-3,
-        mu0: float = 1e-2,
-        block: int = 1,
+        mu0: float | None = None,
+        block: int | None = None,
         r: float = 1 / 3,
         q: float | None = None,
-        gamma0: float = 1.0,
-        zeta_bar: float = 1.0,
-        c1: float = 1e-4,
-        c2: float = 1.0,
-        L_init: float = 1.0,
-        bb: Literal["short", "long"] = "short",
-        L_min: float = 1e-11,
-        L_max: float = 1e11,
-        L_xy: float = 1.0,
-        L_yy: float = 1.0,
+        gamma0: float | None = None,
+        zeta_bar: float | None = None,
+        c1: float | None = None,
+        c2: float | None = None,
+        L_init: float | None = None,
+        bb: Literal["short", "long"] | None = None,
+        L_min: float | None = None,
+        L_max: float | None = None,
+        L_xy: float | None = None,
+        L_yy: float | None = None,
         inner: Literal["gradient", "accelerated"] = "gradient",
-        B_R: float = 1e3,
+        B_R: float | None = None,
         theta_low: float = 1e-24,
         theta_hat: float = 1.99,
         smoothing: SmoothingName = "huber",
@@ -203,15 +217,29 @@ class IVSP(BilevelOptimizer):
         given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         check_constants(given)
         given["q"] = 1 / r + 0.01 if q is None else q
-        super().__init__(params, {"lr": mu0 / (fixed_L or L_init), **given})
-        self.memory.update(penalty_updates=0, halvings=0, L_start=float(fixed_L or L_init), multiplier=0.0)
+        # What is left out is chosen at the first step, which knows the problem, and then as constant as what was given.
+        left_out = [name for name in PER_TASK if given[name] is None]
+        super().__init__(params, {"lr": 0.0, "unit": None, "estimated": " ".join(left_out), **given})
+        self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0)
         self._known: _Point | None = None
+        self._scaled: tuple[BilevelProblem, BilevelProblem] | None = None
         self._stalled = False
 
     @property
-    def envelope(self) -> Envelope:
+    def adaptive(self) -> bool:
+        """Whether IVSP chooses constants for itself: one that the paper chooses per task was left out."""
+        return bool(self.constants["estimated"])
+
+    @property
+    def chosen(self) -> list[tuple[str, str]]:
+        """The constants that this run has chosen for itself, each with its value and where that comes from."""
+        return explain(self.constants) if self.constants["unit"] is not None else []
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """rho, sigma and delta; None as long as they have to be chosen at the first step."""
         c = self.constants
-        return Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+        return None if c["rho"] is None or c["sigma"] is None else Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
 
     @property
     def multiplier(self) -> float:
@@ -221,16 +249,50 @@ class IVSP(BilevelOptimizer):
         return IVSPInfo(**known)
 
     def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        if self.constants["unit"] is None:
+            self._choose(problem, x, y)
+        unit = self.constants["unit"]
+        if unit == 1.0:
+            return self._iterate(problem, x, y, unchanged)
+        if self._scaled is None or self._scaled[0] is not problem:
+            self._scaled = problem, problem.in_units(upper=unit)
+        scaled = self._scaled[1]
+        scaled.calls = problem.calls
+        try:
+            # A unit is a power of two: neither way rounds.
+            x, y, facts = self._iterate(scaled, x / unit, y, unchanged)
+        finally:
+            problem.calls = scaled.calls
+        return unit * x, y, facts
+
+    @torch.no_grad()
+    def probe(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> list[tuple[str, str]]:
+        """Return the constants that would be chosen for a run from (x, y), each with its value and where that comes from."""
+        return explain(choose(problem, x, y, self.constants))
+
+    def _choose(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
+        chosen = choose(problem, x, y, self.constants)
+        for group in self.param_groups:
+            group.update({name: value for name, value in chosen.items() if name not in ("params", "level")})
+        self.memory["L_start"] = float(chosen["fixed_L"] or chosen["L_init"])
+
+    def _iterate(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
         c, memory, inner = self.constants, self.memory, problem.calls.lower
         k, t, L_start = memory["iteration"], memory["penalty_updates"], memory["L_start"]
         phi, now, zeta_next = smoothing_function(c["smoothing"]), self._parameters(k, t), self._parameters(k + 1, t).zeta
         split, C = x.numel(), Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
+        if self.adaptive:
+            now = now._replace(zeta=memory.get("zeta", now.zeta))
 
         here = self._current(problem, x, y, now.zeta, unchanged)
-        G = phi.slope(here.residual, now.mu) * here.grad_R
+        if self.adaptive:
+            here, now = self._sharpened(problem, here, now, C)
+            zeta_next = min(zeta_next, self._accuracy(self._mapping(here, now, C), here, now))
+        slope = phi.slope(here.residual, now.mu)
+        G = slope * here.grad_R
         direction = now.gamma * here.grad_f + G
         merit = now.gamma * here.f + phi.value(here.residual, now.mu)
-        E = gradient_error(now.zeta, now.mu, self.envelope, L_xy=c["L_xy"], b=phi.b, B_R=c["B_R"])
+        E = self._error(here, now)
 
         failures: list[BilevelError] = []
 
@@ -240,17 +302,18 @@ class IVSP(BilevelOptimizer):
             dw = w - here.w
             d = math.sqrt(_dot(dw, dw, split))
             try:
-                there = self._evaluate(problem, w, split, here.z, zeta_next)
+                there = self._evaluate(problem, w, split, here.z, zeta_next, trial=True)
             except (NonFiniteError, InnerLoopError) as error:
                 # A shorter step may lead to where g can be evaluated; an inner loop that fails again and again cannot.
                 failures.append(error)
-                if c["fixed_L"] is not None or sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES:
+                costly = not self._conditioned and sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES
+                if c["fixed_L"] is not None or costly:
                     raise
                 return _Trial(False, math.inf, merit, d, dw, None)
             # gamma f(w_L) + phi(R_L + zeta+) <= gamma f(w) + phi(R) - c1/(2 mu) |w_L - w|^2 + tau
             value = now.gamma * there.f + phi.value(there.residual + zeta_next, now.mu)
             tau = allowance(d, L, now.mu, E, theta_low=c["theta_low"], theta_hat=c["theta_hat"]) + now.zeta + zeta_next
-            bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + _rounding(here, there, now.gamma)
+            bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + self._rounding(here, there, now.gamma)
             return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, dw, there)
 
         try:
@@ -270,11 +333,15 @@ class IVSP(BilevelOptimizer):
             # The next start is known already now, so nothing of the previous point needs keeping.
             dv = then.gamma * (there.grad_f - here.grad_f) + phi.slope(there.residual, then.mu) * there.grad_R - G
             dw_dv, dv_dv = _dot(accepted.dw, dv, split), _dot(dv, dv, split)
-            long = accepted.step**2 if c["bb"] == "long" else None
-            memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"], dw_dw=long)
+            # Left out, it is the long step as long as that is accepted at once.
+            long = c["bb"] == "long" or (c["bb"] is None and trials == 1)
+            dw_dw = accepted.step**2 if long else None
+            memory["L_start"] = barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, c["L_min"], c["L_max"], dw_dw=dw_dw)
         for group in self.param_groups:
             group["lr"] = now.mu / L
         memory.update(penalty_updates=t + updated, multiplier=phi.slope(there.residual, now.mu) / now.gamma)
+        if self.adaptive:
+            memory["zeta"] = zeta_next
         self._keep(there)
         facts = {"upper": there.f, "lower": there.lower, "residual": there.residual, "multiplier": memory["multiplier"]}
         facts |= {"mu": now.mu, "zeta": zeta_next, "gamma": now.gamma, "L": L, "L_start": L_start, "step": accepted.step}
@@ -284,7 +351,53 @@ class IVSP(BilevelOptimizer):
     def _parameters(self, k: int, t: int) -> _Parameters:
         c = self.constants
         mu = smoothing_parameter(k, c["mu0"], c["block"], c["r"])
-        return _Parameters(mu, prox_accuracy(mu, c["zeta_bar"], c["q"]), inverse_penalty(t, c["gamma0"]))
+        return _Parameters(
+            mu, prox_accuracy(mu, c["zeta_bar"], c["q"]), inverse_penalty(t, c["gamma0"], _RATIO if self.adaptive else None)
+        )
+
+    @property
+    def _L_xy(self) -> float:
+        """The constant in the unit that x is measured in."""
+        return float(self.constants["unit"] * self.constants["L_xy"])
+
+    @property
+    def _envelope(self) -> Envelope:
+        envelope = self.envelope
+        assert envelope is not None  # from the first step on
+        return envelope
+
+    def _error(self, here: _Point, now: _Parameters) -> float:
+        """Bound the error of the gradient of the smoothed penalty, with B_R given or the largest seen so far."""
+        c, b, L_xy = self.constants, smoothing_function(self.constants["smoothing"]).b, self._L_xy
+        B_R = c["B_R"]
+        if B_R is None:
+            error = gradient_error(now.zeta, now.mu, self._envelope, L_xy=L_xy, b=0.0, B_R=0.0)
+            B_R = self.memory["B_R"] = max(self.memory.get("B_R", 0.0), norm(here.grad_R) + error)
+        return gradient_error(now.zeta, now.mu, self._envelope, L_xy=L_xy, b=b, B_R=B_R)
+
+    def _mapping(self, here: _Point, now: _Parameters, C: ConvexSet) -> float:
+        """The gradient mapping that the first trial will have."""
+        scale = now.mu / self.memory["L_start"]
+        slope = smoothing_function(self.constants["smoothing"]).slope(here.residual, now.mu)
+        moved = C.project(here.w - scale * (now.gamma * here.grad_f + slope * here.grad_R)) - here.w
+        return float(norm(moved) / scale)
+
+    def _accuracy(self, mapping: float, here: _Point, now: _Parameters) -> float:
+        """The accuracy at which the gradient's error is a tenth of the mapping, or what rounding leaves of it."""
+        b, B_R = smoothing_function(self.constants["smoothing"]).b, float(self.constants["B_R"] or self.memory["B_R"])
+        wanted = adapted_accuracy(mapping, now.mu, self._envelope, L_xy=self._L_xy, b=b, B_R=B_R)
+        return max(wanted, _FLOOR * torch.finfo(here.w.dtype).eps * abs(here.lower))
+
+    def _sharpened(self, problem: BilevelProblem, here: _Point, now: _Parameters, C: ConvexSet) -> tuple[_Point, _Parameters]:
+        """Evaluate R at the current point more accurately where its error is more than a fifth of the step's promise."""
+        mapping = self._mapping(here, now, C)
+        if self._error(here, now) <= mapping / 5:
+            return here, now
+        zeta = self._accuracy(mapping, here, now)
+        if zeta >= now.zeta:
+            return here, now
+        split = here.w.numel() - here.z.numel()
+        return self._evaluate(problem, here.w, split, here.z, zeta), now._replace(zeta=zeta)
 
     def _current(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float, unchanged: bool) -> _Point:
         """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
@@ -306,7 +419,12 @@ class IVSP(BilevelOptimizer):
                 return saved
         return self._evaluate(problem, w, x.numel(), y if z is None or z.shape != y.shape else z, zeta)
 
-    def _evaluate(self, problem: BilevelProblem, w: Tensor, split: int, z: Tensor, zeta: float) -> _Point:
+    @property
+    def _conditioned(self) -> bool:
+        """Whether rho was chosen such that the inner loop converges fast."""
+        return {"rho", "L_yy"} <= set(self.constants["estimated"].split())
+
+    def _evaluate(self, problem: BilevelProblem, w: Tensor, split: int, z: Tensor, zeta: float, *, trial: bool = False) -> _Point:
         """Evaluate f and, up to zeta, R at w = (x, y), from the warm start z."""
         c, x, y = self.constants, w[:split], w[split:]
         lower = problem.at(x)
@@ -315,30 +433,46 @@ class IVSP(BilevelOptimizer):
             y,
             z,
             zeta,
-            self.envelope,
+            self._envelope,
             problem.lower_set,
             L_yy=c["L_yy"],
             halvings=self.memory["halvings"],
-            max_inner=c["max_inner"],
+            max_inner=min(c["max_inner"], _MAX_INNER) if trial and self._conditioned else c["max_inner"],
             accelerated=c["inner"] == "accelerated",
         )
         return self._measure(problem, lower, w, y, z, halvings)
 
     def _keep(self, point: _Point) -> None:
         """Remember the point that was reached; what a rejected trial found out about g does not hold here."""
-        if point.halvings > self.memory["halvings"] == 0:
+        first = point.halvings > self.memory["halvings"] == 0
+        self.memory.update(halvings=point.halvings, z=point.z, f=point.f, residual=point.residual)
+        self._known = point
+        if first and "L_yy" in self.constants["estimated"]:
+            # g has become more curved than it was: so has everything that was chosen from its curvature.
+            for group in self.param_groups:
+                group.update(corrected(group, 2**point.halvings))
+            self.memory["halvings"] = 0
+            self._known = None  # R has another rho now
+        elif first:
             warnings.warn(
                 f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={self.constants['L_yy']:g}: the lower level is "
                 f"more curved than that. The step was divided by {2**point.halvings} and will be divided further if need be, "
                 "without a word.",
                 stacklevel=2,
             )
-        self.memory.update(halvings=point.halvings, z=point.z, f=point.f, residual=point.residual)
-        self._known = point
+
+    def _rounding(self, here: _Point, there: _Point, gamma: float) -> float:
+        """The rounding error that the Armijo test has to allow for."""
+        dtype = here.w.dtype
+        size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
+        if self.adaptive:
+            return float(torch.finfo(dtype).eps * size)
+        # The paper's 1e-12 is for float64.
+        return 1e-12 + (0.0 if dtype == torch.float64 else torch.finfo(dtype).eps * size)
 
     def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor, halvings: int) -> _Point:
         f = problem.upper(lower.x, y)
-        gap = evaluate_gap(lower, y, z, self.envelope)
+        gap = evaluate_gap(lower, y, z, self._envelope)
         return _Point(
             w=w,
             f=f.value,
@@ -355,12 +489,3 @@ def _dot(a: Tensor, b: Tensor, split: int) -> float:
     """<a, b> over w = (x, y), each level summed on its own: x may be one number and y a million."""
     product = a * b
     return float(product[:split].sum(dtype=torch.float64)) + float(product[split:].sum(dtype=torch.float64))
-
-
-def _rounding(here: _Point, there: _Point, gamma: float) -> float:
-    """The rounding error that the Armijo test has to allow for."""
-    dtype = here.w.dtype
-    if dtype == torch.float64:
-        return 1e-12  # the paper's
-    size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
-    return 1e-12 + torch.finfo(dtype).eps * size

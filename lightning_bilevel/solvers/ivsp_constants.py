@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.solvers.ivsp_defaults import CHOSEN
 
 __all__ = ["check_constants"]
 
@@ -20,20 +21,21 @@ def check_constants(c: dict[str, Any]) -> None:
     def finite(value: Any) -> bool:
         return isinstance(value, (int, float)) and math.isfinite(value)
 
-    for name, value in c.items():
+    given = {name: value for name, value in c.items() if value is not None or name not in CHOSEN}
+    for name, value in given.items():
         if name not in ("smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
-            refuse(name, "a finite number")
+            refuse(name, "a finite number" + (", or None for a choice of IVSP's" if name in CHOSEN else ""))
     for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
         if c[name] is not None and not (finite(c[name]) and c[name] > 0):
             refuse(name, f"positive and finite, or None for {otherwise}")
     for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
-        if c[name] <= 0:
+        if given.get(name, 1.0) <= 0:
             refuse(name, "positive")
     for name in ("L_xy", "L_yy", "B_R"):
-        if c[name] < 0:
+        if given.get(name, 0.0) < 0:
             refuse(name, "nonnegative")
     for name in ("block", "max_trials", "max_inner"):
-        if c[name] != int(c[name]) or c[name] < 1:
+        if given.get(name, 1) != int(given.get(name, 1)) or given.get(name, 1) < 1:
             refuse(name, "a positive whole number")
     if not 0.0 < c["r"] < 1.0:
         refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
@@ -41,14 +43,15 @@ def check_constants(c: dict[str, Any]) -> None:
         refuse("theta_hat", "between 0 and 2")
     if c["smoothing"] not in ("huber", "softplus"):
         refuse("smoothing", '"huber" or "softplus"')
-    if c["bb"] not in ("short", "long"):
-        refuse("bb", '"short" or "long"')
+    if c["bb"] not in ("short", "long", None):
+        refuse("bb", '"short", "long", or None for a choice of IVSP\'s')
     if c["inner"] not in ("gradient", "accelerated"):
         refuse("inner", '"gradient" or "accelerated"')
-    if c["L_min"] > c["L_max"]:
+    if given.get("L_min", 0.0) > given.get("L_max", math.inf):
         refuse("L_min", f"at most L_max={c['L_max']!r}")
+    sigma = given.get("sigma", 0.0)
     try:
-        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+        Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])
     except ValueError as error:
         raise ValueError(f"`IVSP`: {error}") from None
     if c["q"] is not None and c["q"] <= 1 / c["r"]:
