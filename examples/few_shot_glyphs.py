@@ -30,7 +30,7 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
     sizes = {"train_classes": 60, "validation_classes": 20, "test_classes": 20} if short else {}
     data = GlyphEpisodes(ways=5, shots=1, queries=5, n_train=tasks, n_validation=20, n_test=20, epoch_length=10, **sizes)
     data.setup()
-    # The settings of configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the accelerated inner loop.
+    # As in configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the accelerated inner loop.
     moreau = {"rho": 10.0, "sigma": 0.0, "delta": 1e-3, "inner": "accelerated", "L_xy": 1.0, "L_yy": 4.0}
     search = {"mu0": 0.3, "block": 20, "gamma0": 0.3, "zeta_bar": 1e-3, "L_init": 0.1, "B_R": 1.0, "bb": "long"}
     module = FewShot(tasks=tasks, ways=5, channels=16, lower_unit=0.5, solver=partial(IVSP, **moreau, **search))

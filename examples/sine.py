@@ -1,7 +1,7 @@
 """The sine problem: two functions, a solver, and a certificate; the lower level has infinitely many solutions.
 
-min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level's solutions are parallel valleys; the best point of
-the best valley is wanted, and the start lies two valleys away.
+min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level's solutions are parallel valleys; the best point
+of the best valley is wanted, and the start lies two valleys away.
 
 Run: python examples/sine.py
 """
@@ -39,7 +39,7 @@ def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, floa
     print(certify(problem, x, y, solver.envelope, multiplier=solver.multiplier))
 
     valley = 3 * math.pi / 2 + 2  # of the solution: x + y - 2 = -pi/2 + 2 pi
-    print(f"x = {x.item():.4f}, y = {y.item():.4f}; without relaxation the solution is ({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})")
+    print(f"x = {x.item():.4f}, y = {y.item():.4f}; for delta to 0 the solution is ({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})")
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axis = figure.subplots()
     grid_x, grid_y = torch.meshgrid(torch.linspace(-8, 6, 300), torch.linspace(-3, 9, 300), indexing="xy")
