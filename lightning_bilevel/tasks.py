@@ -82,13 +82,13 @@ def listing() -> str:
     """Return the ready configs as a table, with the methods that each task has."""
     titles = Task("TASK", "WHAT IT IS", "DATA", "TIME")
     widths = [max(len(row[i]) for row in (titles, *TASKS)) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time]) for row in (titles, *TASKS)]
+    rows = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time] for row in (titles, *TASKS)]
     methods = {task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml")) for task in TASKS}
     shared = sorted(set.intersection(*map(set, methods.values())))
     more = [f"{name}/{method}" for name, found in methods.items() for method in found if method not in shared]
     return "\n".join(
         [
-            *lines,
+            *map("  ".join, rows),
             "",
             f"Each task has one config per method: {', '.join(shared)}; and {', '.join(more)}.",
             "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
