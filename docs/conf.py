@@ -31,6 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"lightning-bilevel {__version__}"
 
 

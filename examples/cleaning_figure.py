@@ -50,7 +50,7 @@ def main() -> None:
         predicted = module(images[worst]).argmax(1).tolist()
     samples.suptitle("lowest weights: given label → predicted label", fontsize=9)
     for axis, i, guess in zip(samples.subplots(3, 8).flat, worst.tolist(), predicted, strict=True):
-        axis.imshow(images[i, 0], cmap="gray_r")
+        axis.imshow(images[i, 0].numpy(), cmap="gray_r")
         axis.set_title(f"{int(labels[i])} → {guess}", fontsize=8, pad=2)
         axis.set_axis_off()
     whole.savefig(given.out, dpi=160)

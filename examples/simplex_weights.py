@@ -28,8 +28,8 @@ TRAIN, GOOD, SPOILT = 300, 100, 100
 class Trust(IVSPMixin, LightningModule):
     def __init__(self, solver: SolverCallable) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN))
-        self.model = nn.Linear(15, 15, bias=False)
+        self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN, dtype=torch.float64))
+        self.model = nn.Linear(15, 15, bias=False, dtype=torch.float64)
         # Weights are about 1/300: measured in a unit of 0.03, their steps are as long as they can bear.
         self.declare(upper=self.weights, lower=self.model, upper_set=Simplex(), upper_unit=0.03, solver=solver)
 
@@ -57,7 +57,7 @@ def main(short: bool = False, out: Path = Path("simplex_weights.png")) -> dict[s
     train, good, spoilt = load()
     convex = {"rho": 5.0, "sigma": 0.0, "delta": 1e-4, "L_yy": 1.0, "L_xy": 1.0, "inner": "accelerated"}
     module = Trust(partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.05, zeta_bar=1e3, L_init=1.0, B_R=1.0))
-    data = FullBatchDataModule(upper=good, lower=train, epoch_length=50 if short else 400)
+    data = FullBatchDataModule(upper=good, lower=train, epoch_length=120 if short else 400)
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": [CertificateReport()]}
     Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(module, datamodule=data)
 

@@ -12,6 +12,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy
 import torch
 from matplotlib.figure import Figure
 
@@ -42,8 +43,8 @@ def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, floa
     print(f"x = {x.item():.4f}, y = {y.item():.4f}; for delta to 0 the solution is ({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})")
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axis = figure.subplots()
-    grid_x, grid_y = torch.meshgrid(torch.linspace(-8, 6, 300), torch.linspace(-3, 9, 300), indexing="xy")
-    axis.pcolormesh(grid_x, grid_y, torch.sin(grid_x + grid_y - 2), cmap="Blues_r", alpha=0.7, rasterized=True)
+    grid_x, grid_y = numpy.meshgrid(numpy.linspace(-8, 6, 300), numpy.linspace(-3, 9, 300))
+    axis.pcolormesh(grid_x, grid_y, numpy.sin(grid_x + grid_y - 2), cmap="Blues_r", alpha=0.7, rasterized=True)
     axis.contour(grid_x, grid_y, (grid_x - 2) ** 2 + (grid_y - 4) ** 2, levels=8, colors="black", linewidths=0.4)
     axis.plot(*zip(*path, strict=True), color="#D55E00", marker=".", markersize=4, linewidth=1, label="IVSP")
     axis.plot(valley / 2 - 1, valley / 2 + 1, "*", color="black", markersize=13, label="solution")

@@ -32,11 +32,11 @@ class Records(Callback):
 
 
 def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificate:
-    search = {"mu0": 9e-3, "gamma0": 0.9, "zeta_bar": 3.0, "L_init": 1.0, "L_xy": 10.0, "L_yy": 1.0}
-    module = SineProblem(n=100, solver=partial(IVSP, rho=0.5, sigma=1.0, delta=1e-3, **search))
+    search = {"mu0": 9e-3, "gamma0": 0.9, "zeta_bar": 3.0, "L_init": 1.0, "L_xy": 3.2, "L_yy": 1.0}
+    module = SineProblem(n=10, solver=partial(IVSP, rho=0.5, sigma=1.0, delta=1e-3, **search))
     records = Records()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", precision="64-true", max_epochs=2 if short else 10, callbacks=[records], **quiet)
+    trainer = Trainer(accelerator="cpu", precision="64-true", max_epochs=1 if short else 5, callbacks=[records], **quiet)
     trainer.fit(module, datamodule=FullBatchDataModule(epoch_length=200))
 
     # %% [markdown]
@@ -68,7 +68,7 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
         if info.penalty_updated:
             axis.axvline(info.iteration, color="black", linestyle=":", linewidth=0.8)
     axis.set_xlabel("outer iteration")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="upper right")
     figure.savefig(out, dpi=160)
     return certificate
 

@@ -292,8 +292,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "lightning-bilevel compare", description="Compare methods on one task, with equal optimisation time."
     )
-    names = {"metavar": "CONFIG", "help": "YAML files, or folders of them; of your own, or ready ones such as synthetic"}
-    parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), **names)
+    about = "YAML files, or folders of them; of your own, or ready ones such as synthetic"
+    parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), metavar="CONFIG", help=about)
     parser.add_argument("--budget", default="1s", help="optimisation time of each method, such as 1s, 10m (default: 1s)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: comparison-NAME-BUDGET)")
     parser.add_argument("--evaluations", type=int, default=40, help="evaluations spread over the budget (default: 40)")

@@ -91,3 +91,4 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = run("walkthrough", tmp_path, monkeypatch)
     assert certificate.stationarity < 0.1
     assert certificate.feasibility < 0.01
+    assert certificate.own_multiplier
