@@ -30,7 +30,7 @@ class Reweighting(IVSPMixin, LightningModule):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(10))
         self.classifier = nn.Linear(64, 10)
-        sets = {"upper_set": Box(-6, 6), "lower_set": Box(-20, 20)}
+        sets = {"upper_set": Box(-2, 2), "lower_set": Box(-20, 20)}
         self.declare(upper=self.logits, lower=self.classifier, **sets, upper_unit=10.0, solver=solver)
 
     def upper_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -52,9 +52,9 @@ def load() -> tuple[tuple[Tensor, Tensor], ...]:
 def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, float]:
     torch.manual_seed(0)
     train, validation, test = load()
-    convex = {"rho": 0.5, "sigma": 0.0, "delta": 1e-3, "L_yy": 20.0, "L_xy": 1.0, "inner": "accelerated"}
-    module = Reweighting(partial(IVSP, **convex, mu0=0.02, block=10, gamma0=0.1, zeta_bar=10.0, L_init=1.0, B_R=1.0))
-    data = FullBatchDataModule(upper=validation, lower=train, epoch_length=25 if short else 100)
+    convex = {"rho": 0.5, "sigma": 0.0, "delta": 1e-4, "L_yy": 20.0, "L_xy": 1.0, "inner": "accelerated"}
+    module = Reweighting(partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.02, zeta_bar=1e3, L_init=1.0, B_R=1.0))
+    data = FullBatchDataModule(upper=validation, lower=train, epoch_length=25 if short else 80)
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": [CertificateReport()]}
     Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(module, datamodule=data)
 

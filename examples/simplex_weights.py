@@ -64,12 +64,11 @@ def main(short: bool = False, out: Path = Path("simplex_weights.png")) -> dict[s
     weights = module.weights.detach()
     found = {"auroc": float(binary_auroc(-weights, spoilt.int())), "weight of the spoilt third": float(weights[spoilt].sum())}
     print(f"{found}; {int((weights == 0).sum())} weights are exactly 0, {int((weights[spoilt] == 0).sum())} of them spoilt")
-    figure, order = Figure(figsize=(6, 3), layout="constrained"), torch.argsort(weights)
+    figure = Figure(figsize=(6, 3), layout="constrained")
     axis = figure.subplots()
-    for name, rows, colour in (("spoilt", spoilt, "#D55E00"), ("good", ~spoilt, "#0072B2")):
-        place = rows[order].nonzero().reshape(-1)
-        axis.bar(place.tolist(), weights[order][place].tolist(), 1.0, label=name, color=colour)
-    axis.set(xlabel="training rows, by weight", ylabel="weight")
+    both = [weights[rows].tolist() for rows in (spoilt, ~spoilt)]
+    axis.hist(both, bins=40, stacked=True, label=["spoilt rows", "good rows"], color=["#D55E00", "#0072B2"])
+    axis.set(xlabel="weight", ylabel="training rows")
     axis.legend(frameon=False)
     figure.savefig(out, dpi=160)
     return found

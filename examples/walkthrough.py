@@ -57,18 +57,16 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     # %% [markdown]
     # ## 3. See how it got there
     #
-    # R comes down to the smoothing mu. Where it stays above although steps are small, the penalty grows (dotted lines).
+    # R comes down to the smoothing mu. Where it stays above although steps are small, the penalty 1/gamma grows.
     # %%
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axis = figure.subplots()
     axis.loglog([max(info.residual, 1e-6) for info in records.steps], label="Moreau gap R", color="#0072B2")
     axis.loglog([info.mu for info in records.steps], label="smoothing mu", color="#999999")
     axis.loglog([info.multiplier for info in records.steps], label="multiplier", color="#D55E00")
-    for info in records.steps:
-        if info.penalty_updated:
-            axis.axvline(info.iteration, color="black", linestyle=":", linewidth=0.8)
+    axis.loglog([1 / info.gamma for info in records.steps], label="penalty 1/gamma", color="black", linestyle=":")
     axis.set_xlabel("outer iteration")
-    axis.legend(frameon=False, loc="upper right")
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(out, dpi=160)
     return certificate
 
