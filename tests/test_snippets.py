@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_imports import PUBLIC
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.budget import seconds
@@ -103,6 +104,12 @@ def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)\s#]+)", PAGES[page])
     missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
     assert missing == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "\n".join(text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/")))
+    named = re.findall(r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)", reference, re.MULTILINE)
+    assert sorted(named) == sorted(PUBLIC)
 
 
 def test_the_readme_is_short() -> None:
