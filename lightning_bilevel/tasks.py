@@ -49,7 +49,7 @@ def ready(path: Path) -> Path:
     """Return the ready config or folder of configs that a path names, unless there is a file or folder of that name.
 
     Example:
-        >>> ready(Path("synthetic/ivsp")) == ready(Path("configs/synthetic/ivsp.yaml")) == folder() / "synthetic" / "ivsp.yaml"
+        >>> ready(Path("synthetic/ivsp")) == folder() / "synthetic" / "ivsp.yaml"
         True
         >>> ready(Path("my/own.yaml"))
         PosixPath('my/own.yaml')
