@@ -8,6 +8,7 @@ Run: python examples/clean_your_data.py
 from __future__ import annotations
 
 import csv
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -35,19 +36,20 @@ def read(folder: Path) -> ImageFolder:
     return ImageFolder(str(folder), transform=lambda image: to_tensor(image.convert("L")))
 
 
-def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float]:
+def main(short: bool = False, out: Path = Path("suspicious.csv")) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder))
         train, validation, test = (read(Path(folder) / name) for name in ("train", "validation", "test"))
         data = CleaningData.from_datasets(train, validation, test, epoch_length=50)
         paths = [Path(path).relative_to(folder) for path, _ in train.samples]
     torch.manual_seed(0)
-    solver = partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0)
+    solver = partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0)
     module = HyperCleaning(n_train=len(train), inputs=64, upper_unit=100.0, solver=solver)
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    Trainer(max_epochs=epochs, callbacks=[BilevelProgressBar(), CertificateReport()], **options).fit(module, datamodule=data)
+    watching = {"callbacks": [BilevelProgressBar(), CertificateReport()], "logger": False, "enable_checkpointing": False}
+    Trainer(accelerator="cpu", max_epochs=4 if short else 8, **watching).fit(module, datamodule=data)
 
     images, labels, _ = data.lower
+    module.suspicious_figure(images, labels).savefig(out.with_suffix(".png"), dpi=160)
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "given_label", "predicted_label", "weight"])
@@ -71,4 +73,4 @@ def main(out: Path = Path("suspicious.csv"), epochs: int = 8) -> dict[str, float
 
 
 if __name__ == "__main__":
-    main()
+    main(short="--short" in sys.argv)

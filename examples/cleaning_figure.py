@@ -1,4 +1,4 @@
-"""The weights that hyper-cleaning gives to clean and to corrupted samples, as a histogram, and what retraining gains.
+"""The weights that hyper-cleaning gives to clean and to corrupted samples, those of lowest weight, and what retraining gains.
 
 Run: python examples/cleaning_figure.py configs/digits/ivsp.yaml --budget 2s --out weights.png
      python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml --budget 60s --out weights.png
@@ -34,7 +34,8 @@ def main() -> None:
 
     weights, corrupted = module.weights, data.corrupted
     assert corrupted is not None
-    figure = Figure(figsize=(5, 3), layout="constrained")
+    whole = Figure(figsize=(9.5, 3), layout="constrained")
+    figure, samples = whole.subfigures(1, 2, width_ratios=(1, 1.15))
     axis = figure.subplots()
     bins = torch.linspace(float(weights.min()), float(weights.max()), 41).tolist()
     axis.hist(weights[~corrupted].tolist(), bins, alpha=0.7, color="#0072B2", label="clean label")
@@ -43,9 +44,17 @@ def main() -> None:
     axis.set_ylabel("training samples")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(given.out, dpi=160)
-
     images, labels, _ = data.lower
+    worst = module.suspicious(24)
+    with torch.no_grad():
+        predicted = module(images[worst]).argmax(1).tolist()
+    samples.suptitle("lowest weights: given label → predicted label", fontsize=9)
+    for axis, i, guess in zip(samples.subplots(3, 8).flat, worst.tolist(), predicted, strict=True):
+        axis.imshow(images[i, 0].numpy(), cmap="gray_r")
+        axis.set_title(f"{int(labels[i])} → {guess}", fontsize=8, pad=2)
+        axis.set_axis_off()
+    whole.savefig(given.out, dpi=160)
+
     kept, (clean_images, clean_labels) = weights > 0.25, data.upper  # half of what they start with
     wrong = float(corrupted[~kept].float().mean())
     print(f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of them are wrong.")

@@ -60,5 +60,4 @@ from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo
-
-__version__ = "0.1.0"
+from lightning_bilevel.version import __version__ as __version__

@@ -10,11 +10,35 @@ from argparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bilevel import compare
+from lightning_bilevel import compare, tasks
 from lightning_bilevel.cli import BilevelCLI
 from lightning_bilevel.messages import own_error, parsing_error
+from lightning_bilevel.version import __version__
 
 __all__ = ["main"]
+
+OVERVIEW = """\
+lightning-bilevel: bilevel optimisation for PyTorch Lightning
+
+  min over x, y of f(x, y)    such that y minimises g(x, .)
+
+Try it (no data needed, a few seconds; ends with the certificate):
+  lightning-bilevel fit --config synthetic/ivsp
+
+Commands:
+  tasks      list the ready configs with the data and the time that they need
+  fit        solve a problem: --config FILE, or the name of a ready config
+  compare    run several methods on one task for the same time each
+  certify    print the certificate of a checkpoint
+  validate, test, predict    as with any LightningCLI
+
+Every command explains its options with --help. Any setting of a config can be
+changed on the command line, and --print_config shows the result:
+  lightning-bilevel fit --config synthetic/ivsp --model.n=10 --print_config
+
+Your own module: --model my_package.MyModule (a BilevelModule), or from Python
+with Trainer.fit. --version prints the version.
+"""
 
 # A folder that cannot be written to and a disk that is full are no errors of the program.
 _OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
@@ -22,9 +46,21 @@ _OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, e
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line; what the user got wrong ends with its sentence, without a traceback."""
+    if args is None:
+        sys.argv[1:] = tasks.with_ready_configs(sys.argv[1:])  # in place: processes that Lightning starts are given the same
+    else:
+        args = tasks.with_ready_configs(args)
     given = sys.argv[1:] if args is None else args
+    if given in ([], ["-h"], ["--help"]):
+        print(OVERVIEW, end="")
+        return
+    if given == ["--version"]:
+        print(f"lightning-bilevel {__version__}")
+        return
     try:
-        if given[:1] == ["compare"]:
+        if given[:1] == ["tasks"]:
+            tasks.main(given[1:])
+        elif given[:1] == ["compare"]:
             compare.main(given[1:])
         else:
             BilevelCLI(args)
@@ -36,7 +72,7 @@ def main(args: list[str] | None = None) -> None:
         print(f"lightning-bilevel: {error}", file=sys.stderr)
         sys.exit(1)
     except ArgumentError as error:
-        print(f"lightning-bilevel: {parsing_error(str(error))}\nSee `lightning-bilevel fit --help`.", file=sys.stderr)
+        print(f"lightning-bilevel: {parsing_error(str(error))}\n{_where_to_look(given[0], str(error))}", file=sys.stderr)
         sys.exit(2)
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         cause = error if isinstance(error, MisconfigurationException) else own_error(error)
@@ -44,6 +80,14 @@ def main(args: list[str] | None = None) -> None:
             raise
         print(f"lightning-bilevel: {cause}", file=sys.stderr)
         sys.exit(1)
+
+
+def _where_to_look(command: str, error: str) -> str:
+    if "File does not exist" in error:
+        return "See `lightning-bilevel tasks`, which lists the ready configs."
+    if command not in BilevelCLI.subcommands():
+        return "See `lightning-bilevel --help`, which lists the commands."
+    return f"See `lightning-bilevel {command} --help`."
 
 
 if __name__ == "__main__":

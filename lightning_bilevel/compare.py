@@ -26,6 +26,7 @@ from lightning_bilevel.messages import own_error, parsing_error
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.tasks import ready
 
 __all__ = ["compare", "main"]
 
@@ -241,7 +242,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     found = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"`compare {path}`: there is no such file or folder.")
+            raise ValueError(
+                f"`compare {path}`: there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them."
+            )
         found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if not found:
         raise ValueError(f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it.")
@@ -289,7 +292,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "lightning-bilevel compare", description="Compare methods on one task, with equal optimisation time."
     )
-    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="YAML files, or folders of them")
+    about = "YAML files, or folders of them; of your own, or ready ones such as synthetic"
+    parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), metavar="CONFIG", help=about)
     parser.add_argument("--budget", default="1s", help="optimisation time of each method, such as 1s, 10m (default: 1s)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: comparison-NAME-BUDGET)")
     parser.add_argument("--evaluations", type=int, default=40, help="evaluations spread over the budget (default: 40)")

@@ -74,4 +74,5 @@ def _plain(text: str) -> str:
     text = re.sub(r"Expected an? <class '([\w.]+)'>", r"expected \1", text)
     text = re.sub(r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"Expected a dot import path string: (.*)", r"there is no class \1: write a known name or a dotted path", text)
+    text = re.sub(r"argument subcommand: invalid choice: (\S+).*", r"there is no command \1", text)
     return re.sub(r"\. Got value: ", ", got ", text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,17 +167,3 @@ def test_digits_are_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert float(rows["auroc"]) >= 0.96
     assert float(rows["test_error"]) <= 0.04
     assert float(rows["KKT feasibility"]) < 1e-3
-
-
-def test_example_finds_the_wrong_labels_and_retrains(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
-    pytest.importorskip("torchvision", reason="the example reads an image folder")
-    from examples.clean_your_data import main
-
-    errors = main(tmp_path / "suspicious.csv")
-    assert errors["kept samples and validation set"] < min(
-        errors["all noisy labels"], errors["the clean validation set alone"] + 0.005
-    )
-    with (tmp_path / "suspicious.csv").open() as file:
-        worst = list(csv.DictReader(file))[:100]
-    assert sum(row["given_label"] != row["predicted_label"] for row in worst) > 95

@@ -81,7 +81,7 @@ def start(case: str) -> Any:
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("refusals") / "out.json"
-    process = started(HERE / "parallel_faults.py", "refusals", out)
+    process = started(HERE / "parallel_faults.py", "refusals", out, cwd=out.parent)  # they leave files where they run
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     found: dict[str, str] = json.loads(out.read_text())

@@ -1,0 +1,94 @@
+"""Every example runs, offline, in its short mode; and says what it says it does."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = [
+    "sine",
+    "clean_your_data",
+    "few_shot_glyphs",
+    "regularisation",
+    "imbalance",
+    "simplex_weights",
+    "own_solver",
+    "walkthrough",
+]
+
+
+def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the example returns; it leaves one figure in the current folder."""
+    for needed in ("sklearn", "torchvision"):
+        pytest.importorskip(needed, reason="an example needs the extra `examples`")
+    monkeypatch.chdir(tmp_path)
+    result = importlib.import_module(f"examples.{name}").main(short=True)
+    assert len(list(tmp_path.glob("*.png"))) == 1
+    return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) < 80
+    assert f"python examples/{name}.py" in text
+    assert ast.get_docstring(ast.parse(text)) or name == "walkthrough"  # a notebook starts with a cell of text
+    assert "def main(short: bool = False" in text
+    assert 'main(short="--short" in sys.argv)' in text
+
+
+def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = run("sine", tmp_path, monkeypatch)
+    # the solution, up to what the relaxation gives away
+    assert x == pytest.approx(2.356, abs=0.1)
+    assert y == pytest.approx(4.356, abs=0.1)
+
+
+def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = run("clean_your_data", tmp_path, monkeypatch)
+    assert errors["kept samples and validation set"] < min(
+        errors["all noisy labels"], errors["the clean validation set alone"] + 0.005
+    )
+    with (tmp_path / "suspicious.csv").open() as file:
+        worst = list(csv.DictReader(file))[:100]
+    assert sum(row["given_label"] != row["predicted_label"] for row in worst) > 95
+
+
+def test_few_shot_glyphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = run("few_shot_glyphs", tmp_path, monkeypatch)
+    assert errors["after"] < errors["before"] - 0.05
+
+
+def test_own_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = run("own_solver", tmp_path, monkeypatch)
+    assert errors["HeavyBall"] < 0.5 * errors["HeavyBall without momentum"]
+
+
+def test_regularisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("regularisation", tmp_path, monkeypatch)
+    assert found["one per feature"] < found["one coefficient"]
+    assert found["shuffled"] > found["real"] + 0.1
+
+
+def test_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = run("imbalance", tmp_path, monkeypatch)
+    assert errors["learned weights"] < errors["equal weights"] - 0.1
+
+
+def test_simplex_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("simplex_weights", tmp_path, monkeypatch)
+    assert found["auroc"] > 0.65
+    assert found["weight of the spoilt third"] < 0.3
+
+
+def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = run("walkthrough", tmp_path, monkeypatch)
+    assert certificate.stationarity < 0.1
+    assert certificate.feasibility < 0.01
+    assert certificate.own_multiplier

@@ -1,0 +1,116 @@
+"""What README and documentation show is true: Python snippets run, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from test_imports import PUBLIC
+
+from lightning_bilevel.__main__ import main
+from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.compare import _files
+from lightning_bilevel.tasks import ready
+
+ROOT = Path(__file__).parent.parent
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+EXTRAS = re.findall(
+    r"^(\w+) = ", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0], re.M
+)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
+def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "snippets"}
+    for number, snippet in enumerate(blocks(PAGES[page], "python"), start=1):
+        exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
+
+
+def test_the_readme_ends_with_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snippets = blocks(PAGES["README.md"], "python")
+    assert len(snippets) == 2  # from a module, from two functions
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+        assert "KKT stationarity" in capsys.readouterr().out
+
+
+COMMANDS = sorted(
+    {
+        command.strip()
+        for text in PAGES.values()
+        for block in blocks(text, "console")
+        for line in block.splitlines()
+        for command in line.split(" && ")
+    }
+)
+
+
+def check_ours(command: str, *args: str) -> None:
+    if command == "compare":
+        folders = [arg for arg in args if not arg.startswith("-")][:1]
+        assert _files([ready(Path(folder)) for folder in folders])
+        seconds(args[args.index("--budget") + 1])
+    elif command in BilevelCLI.subcommands():
+        # The config of a run stands for that of any: it is not there before the run.
+        known = ["synthetic/ivsp" if arg.startswith("lightning_logs/") else arg for arg in args]
+        with pytest.raises(SystemExit) as stop:
+            main([command, *known, "--print_config"])
+        assert stop.value.code == 0
+    else:
+        main([command, *args])  # it only prints
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command.startswith("lightning-bilevel probe") and "probe" not in BilevelCLI.subcommands():
+        pytest.skip("the command `probe` is on its way")
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    monkeypatch.chdir(ROOT)
+    program, *args = shlex.split(command)
+    if program == "lightning-bilevel" and args:
+        check_ours(*args)
+    elif program == "lightning-bilevel":
+        main([])
+    elif program == "pip":
+        named = {extra for arg in args for extra in re.findall(r"^\.\[(.*)\]$", arg)}
+        assert {extra for names in named for extra in names.split(",")} <= set(EXTRAS)
+    elif program in ("python", "bash", "pytest", "sphinx-build"):
+        # Every path that is named exists, but for what the command makes.
+        paths = [arg for arg in args if "/" in arg and not arg.endswith(("_build", "venv"))]
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+    else:
+        assert program in (".", "git", "pre-commit")
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 20
+    assert "lightning-bilevel fit --config configs/synthetic/ivsp.yaml" in COMMANDS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)\s#]+)", PAGES[page])
+    missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
+    assert missing == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "\n".join(text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/")))
+    named = re.findall(r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)", reference, re.MULTILINE)
+    assert sorted(named) == sorted(PUBLIC)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) < 180
