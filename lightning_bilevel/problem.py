@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_bilevel.scalars import norm
+from lightning_bilevel.scalars import norm, total
 from lightning_bilevel.sets import ConvexSet, Free, Scaled
 
 __all__ = ["BilevelError", "BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "NonFiniteError", "Upper"]
@@ -283,7 +283,7 @@ class BilevelProblem:
             return self._sum_over_processes(name, totals, grads, inputs)
         # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way). One
         # stack is one transfer from the device.
-        checks = [grad.sum(dtype=torch.float64) for grad in grads if grad is not None]
+        checks = [total(grad) for grad in grads if grad is not None]
         known = torch.stack([*totals, *checks]).tolist()
         _check_finite(name, known[: len(totals)], known[len(totals) :], inputs)
         return known[: len(totals)], grads
@@ -298,7 +298,7 @@ class BilevelProblem:
         parts = [v.new_zeros(v.numel()) if grad is None else grad for grad, v in zip(grads, inputs, strict=True)]
         buffer = self.reduce(torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)]))
         numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
-        known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
+        known = torch.cat([numbers, torch.stack([total(part) for part in sums])]).tolist()
         values, found, checks = known[: len(totals)], known[len(totals) : -len(sums)], known[-len(sums) :]
         _check_finite(name, values, checks, inputs)
         return values, [part.to(v.dtype) if flag else None for part, flag, v in zip(sums, found, inputs, strict=True)]
@@ -323,8 +323,8 @@ class LowerLevel:
         # chunk, because the graphs of all chunks together are what does not fit into memory.
         self._graph: list[Any] | None = None
         self._features: list[Any]
-        # Where the gradient of g(x, .) was asked for first, and the gradient: methods that start at y ask for its gap next.
-        self._first: tuple[Tensor, int, Tensor] | None = None
+        # A point whose gradient was to be kept, and the gradient.
+        self._kept: tuple[Tensor, int, Tensor] | None = None
         if problem.encoders is None:
             self._features = [self.x.detach()] * len(problem.lower_terms)
         elif len(problem.encoders) == 1:
@@ -348,9 +348,12 @@ class LowerLevel:
         _check_finite("g", [float(total)], [], (self.x, z))
         return float(total)
 
-    def gradient(self, z: Tensor) -> Tensor:
-        """Return the gradient of g(x, .) at z."""
-        return self.value_and_gradient(z)[1]
+    def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
+        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
+        gradient = self.value_and_gradient(z)[1]
+        if keep:
+            self._kept = z, z._version, gradient
+        return gradient
 
     def value_and_gradient(self, z: Tensor) -> tuple[float, Tensor]:
         """Return g(x, z) and the gradient of g(x, .) at z."""
@@ -361,14 +364,13 @@ class LowerLevel:
         values, (grad,) = problem._sum("g", terms, (point.leaf,), retain=point.body is not None)
         if grad is None:
             raise ValueError(_UNCOUPLED.format("lower-level function g"))
-        if self._first is None:
-            self._first = z, z._version, grad
         return values[0], grad
 
     def gap(self, y: Tensor, z: Tensor) -> Gap:
         """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one backward pass."""
-        point, known = self.problem._point(y), self._known_gradient(y)
-        # The gradient in y is that of g(x, .) at y: where that is known, the backward pass goes to x only.
+        point, known = self.problem._point(y), None
+        if self._kept is not None and self._kept[0] is y and self._kept[1] == y._version:
+            known = self._kept[2]  # it is the gradient in y, so the backward pass goes to x only
         inputs = (self.x, point.leaf) if known is None else (self.x,)
         values, (grad_x, *rest) = self._difference(point, z, inputs)
         grad_y = known if known is not None else rest[0]
@@ -380,11 +382,6 @@ class LowerLevel:
         """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
         values, (grad,) = self._difference(self.problem._point(y), z, (self.x,))
         return values[0], torch.zeros_like(self.x) if grad is None else grad
-
-    def _known_gradient(self, y: Tensor) -> Tensor | None:
-        if self._first is None or self._first[0] is not y or self._first[1] != y._version:
-            return None
-        return self._first[2]
 
     def _difference(self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[list[float], list[Tensor | None]]:
         problem, x, other = self.problem, self.x, self.problem._point(z)
