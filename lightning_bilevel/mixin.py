@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -431,6 +432,10 @@ class BilevelMixin:
                 'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
                 "and `Chunks` evaluates a batch that is larger than memory."
             )
+
+
+# Lightning looks up the signature of `training_step` at every step; here it finds it made already.
+vars(BilevelMixin)["training_step"].__signature__ = inspect.signature(BilevelMixin.training_step)
 
 
 class IVSPMixin(BilevelMixin):
