@@ -237,11 +237,11 @@ class BilevelProblem:
                 )
         self.calls = calls
 
-    def _point(self, y: Tensor) -> _Point:
-        """Return y as a leaf, with what of g depends on it alone where there is such a part."""
-        if self.bodies is None or len(self.bodies) > 1:
-            return _Point(y, y._version, _leaf(y), None)
+    def _point(self, y: Tensor, remember: bool = True) -> _Point:
+        """Return y as a leaf, with what of g depends on it alone if that is known or to be remembered."""
         found = next((point for point in self._recent if point.y is y and point.version == y._version), None)
+        if self.bodies is None or len(self.bodies) > 1 or (found is None and not remember):
+            return _Point(y, y._version, _leaf(y), None)
         # Two points are what a gap needs; the older one goes before a new one is made, so that there are never three graphs.
         self._recent = [point for point in self._recent if point is not found][-1:]
         if found is None:
@@ -350,16 +350,20 @@ class LowerLevel:
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
         """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
-        gradient = self.value_and_gradient(z)[1]
+        gradient = self._value_and_gradient(z, keep)[1]
         if keep:
             self._kept = z, z._version, gradient
         return gradient
 
     def value_and_gradient(self, z: Tensor) -> tuple[float, Tensor]:
         """Return g(x, z) and the gradient of g(x, .) at z."""
+        return self._value_and_gradient(z)
+
+    def _value_and_gradient(self, z: Tensor, remember: bool = False) -> tuple[float, Tensor]:
         problem = self.problem
         problem.calls = replace(problem.calls, lower=problem.calls.lower + 1)
-        point = problem._point(z)
+        # A point on the way of an inner loop is not asked for again.
+        point = problem._point(z, remember)
         terms = [lambda i=i, p=p: (problem._lower_term(i, p, point),) for i, p in enumerate(self._features)]
         values, (grad,) = problem._sum("g", terms, (point.leaf,), retain=point.body is not None)
         if grad is None:

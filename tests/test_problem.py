@@ -241,11 +241,16 @@ class TestBody:
         problem.at(x + 2.0).gap(y, z)
         problem.at(x).value(y)
         assert len(seen) == 2
-        problem.at(x).gradient(z + 1.0)  # the third point takes the place of z, which was asked for before y
+        problem.at(x).gradient(z + 1.0)  # on the way of an inner loop: neither kept nor in the place of another
+        problem.at(x).gradient(z)
         problem.at(x).gradient(y)
         assert len(seen) == 3
-        problem.at(x).gradient(z)
+        problem.at(x).value(z + 2.0)  # takes the place of z, which was asked for before y
+        problem.at(x).gradient(y)
         assert len(seen) == 4
+        problem.at(x).gradient(z, keep=True)
+        problem.at(x).gap(z, y)
+        assert len(seen) == 5
 
     def test_is_evaluated_anew_where_the_point_was_changed_in_place(self) -> None:
         x, y, z = point()
