@@ -45,7 +45,7 @@ def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     command.run([name], TINY, tiny)
     section = Section.load(tiny / f"{name}.json")
     assert section.rows
-    rivals = [row for row in section.rows if row.verdict == "skipped" and "not installed" in row.note]
+    rivals = [row for row in section.rows if row.verdict == "skipped"]
     assert len(rivals) == {"boat": 3, "target": 8, "memory": 2}.get(name, 0)
     assert section.title in (tiny / "table.md").read_text()
     assert (tiny / "benchmarks.png").exists() == (name in ("boat", "target", "memory", "growth"))
@@ -89,7 +89,8 @@ def test_sides_take_turns() -> None:
 )
 def test_a_row_says_whether_it_meets_its_target(limits: dict[str, Any], verdict: str) -> None:
     assert Row("", 1.0, **limits).verdict == verdict
-    assert Row("", None, **limits).verdict == "skipped"
+    assert Row("", None, **limits).verdict == "not reached"
+    assert results.skipped("", "a-package").verdict == "skipped"
 
 
 def test_who_is_first_to_a_target() -> None:
@@ -110,7 +111,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["value"] == 1.5
     lines = results.markdown([section]).splitlines()
     assert "| a | 1.5 s | at most 2 | met | b |" in lines
-    assert "| c | - |  | skipped |  |" in lines
+    assert "| c | - |  | not reached |  |" in lines
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+_MISSING = "is not installed"
 PACKAGES = ("torch", "lightning", "boat-torch", "higher", "torchopt", "betty-ml")
 
 
@@ -43,7 +44,7 @@ class Row:
     @property
     def verdict(self) -> str:
         if self.value is None:
-            return "skipped"
+            return "skipped" if self.note.endswith(_MISSING) else "not reached"
         if self.at_most is None and self.at_least is None:
             return ""
         low = -float("inf") if self.at_least is None else self.at_least
@@ -52,7 +53,7 @@ class Row:
 
 
 def skipped(what: str, package: str) -> Row:
-    return Row(what, None, note=f"{package} is not installed")
+    return Row(what, None, note=f"{package} {_MISSING}")
 
 
 @dataclass(frozen=True)
