@@ -55,7 +55,7 @@ class Size:
     channels: int = 16
     steps: int = 20
     rounds: int = 7
-    seconds: float = 30.0
+    seconds: float = 60.0
     most_coordinates: int = 10**7
     most_samples: int = 60_000
     most_episodes: int = 128
