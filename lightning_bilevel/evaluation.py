@@ -79,6 +79,19 @@ class ModuleFunctions:
 
         return evaluate
 
+    def body(self, method: str, *args: Any) -> Callable[[Tensor], Any]:
+        """Return y -> module.method(*args) for flat y."""
+        return lambda y: self._call(method, (None, y), args)
+
+    def weighing(self, method: str, *args: Any, scale: float = 1.0) -> Callable[[Tensor, Any], Any]:
+        """Return (x, outputs) -> scale * module.method(*args, outputs) for flat x."""
+
+        def evaluate(x: Tensor, outputs: Any) -> Any:
+            value = self._call(method, (x, None), (*args, outputs))
+            return value if scale == 1.0 else scale * value
+
+        return evaluate
+
     def _call(self, method: str, point: tuple[Tensor | None, Tensor | None], args: tuple[Any, ...]) -> Any:
         new: list[tuple[Places, Tensor]] = []
         for homes, shapes, sizes, vector in zip(self.homes, self.shapes, self.sizes, point, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -113,7 +114,9 @@ class BilevelMixin:
     - ``upper_loss(batch)``: f, given the batch of the upper level;
     - ``lower_loss(batch)``: g, given the batch of the lower level;
     - optionally ``lower_features(batch)``: the part of g that depends on x alone, evaluated once per x. Then g is
-      ``lower_loss(batch, features)``, which must use no upper-level parameter.
+      ``lower_loss(batch, features)``, which must use no upper-level parameter;
+    - or ``lower_outputs(batch)``: the part of g that depends on y alone, evaluated once for a y that is asked for again, also
+      at another x. Then g is ``lower_loss(batch, outputs)``, which must use no lower-level parameter.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
     (:class:`~lightning_bilevel.data.fullbatch.Chunks`). One batch is one outer iteration. As long as the batch has the same
@@ -137,6 +140,7 @@ class BilevelMixin:
     upper_loss: Callable[..., Tensor] = _missing
     lower_loss: Callable[..., Tensor] = _missing
     lower_features: Callable[..., Any] | None = None
+    lower_outputs: Callable[..., Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -219,13 +223,15 @@ class BilevelMixin:
         def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
             return [make(method, part, scale=weight) for part, weight in zip(chunks.batches, chunks.shares, strict=True)]
 
-        encoded = self.lower_features is not None
+        encoded, split = self.lower_features is not None, self.lower_outputs is not None
+        make = functions.decoder if encoded else functions.weighing if split else functions.function
         return BilevelProblem(
             terms(functions.function, "upper_loss", upper),
-            terms(functions.decoder if encoded else functions.function, "lower_loss", lower),
+            terms(make, "lower_loss", lower),
             declared.upper_set,
             declared.lower_set,
             encoder=[functions.encoder("lower_features", part) for part in lower.batches] if encoded else None,
+            body=[functions.body("lower_outputs", part) for part in lower.batches] if split else None,
         )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
@@ -430,6 +436,10 @@ class BilevelMixin:
                 'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
                 "and `Chunks` evaluates a batch that is larger than memory."
             )
+
+
+# Lightning looks up the signature of `training_step` at every step; here it finds it made already.
+vars(BilevelMixin)["training_step"].__signature__ = inspect.signature(BilevelMixin.training_step)
 
 
 class IVSPMixin(BilevelMixin):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.problem import BilevelError, LowerLevel, NonFiniteError
-from lightning_bilevel.scalars import dot, norm
+from lightning_bilevel.scalars import dot, norm, squared_distance
 from lightning_bilevel.sets import ConvexSet
 
 __all__ = ["Envelope", "InnerLoopError", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
@@ -156,9 +156,9 @@ def inexact_prox(
                 raise
             too_long = True
         else:
-            direction = slope + (z - y) / envelope.rho
-            new = lower_set.project(z - eta * direction)
-            residual = norm(z - new) / eta
+            direction = _slope_of_psi(slope, z, y, envelope.rho)
+            new = _step(z, direction, eta, lower_set)
+            residual = math.sqrt(squared_distance(z, new)) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
             since_best = 0 if residual < best else since_best + 1
@@ -171,10 +171,12 @@ def inexact_prox(
                 if not too_long and residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
                     return new, halvings
                 since_best = 0
-            previous, z = (z, direction), new
+            # The vectors that the look at a stall needs are kept only where it is near.
+            previous, z = (z, direction) if since_best >= _STALLED - 1 else None, new
             if accelerated:
                 root = math.sqrt(envelope.modulus * eta)
-                z, last = new + (1 - root) / (1 + root) * (new - last), new
+                z, last = torch.sub(new, last).mul_((1 - root) / (1 + root)).add_(new), new
+            del slope, direction
         if too_long:
             halvings, eta, z, last = halvings + 1, eta / 2, start, start
             first, best, previous, since_best = math.inf, math.inf, None, 0
@@ -196,9 +198,9 @@ def gradient_error(zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b
 def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) -> MoreauPoint:
     """Return R and its gradient as z~ gives them, by one pass of g(x, y) - g(x, z~)."""
     gap = lower.gap(y, z)
-    distance = y - z
-    residual = gap.value_y - gap.value_z - dot(distance, distance) / (2 * envelope.rho) - envelope.delta
-    return MoreauPoint(z, gap.value_y, residual, gap.grad_x, gap.grad_y - distance / envelope.rho)
+    residual = gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
+    pull = torch.sub(y, z).div_(envelope.rho)
+    return MoreauPoint(z, gap.value_y, residual, gap.grad_x, torch.sub(gap.grad_y, pull, out=pull))
 
 
 def precise_prox(
@@ -222,12 +224,12 @@ def precise_prox(
     slope = direction = lower.gradient(z)
     noise = _NOISE * torch.finfo(y.dtype).eps
     for _ in range(max_iterations):
-        new = lower_set.project(z - eta * direction)
-        length = norm(new - z)
+        new = _step(z, direction, eta, lower_set)
+        length = math.sqrt(squared_distance(new, z))
         if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
             return z
         new_slope = lower.gradient(new)
-        new_direction = new_slope + (new - y) / rho
+        new_direction = _slope_of_psi(new_slope, new, y, rho)
         if _curvature(new, new_direction, z, direction) <= 1 / eta:
             z, slope, direction = new, new_slope, new_direction
         else:
@@ -236,6 +238,16 @@ def precise_prox(
         f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
         f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
     )
+
+
+def _slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
+    """The gradient of psi, in one vector: memory that is new to the process costs more than arithmetic in it."""
+    return torch.sub(z, y).div_(rho).add_(slope)
+
+
+def _step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
+    moved = direction * eta
+    return lower_set.project(torch.sub(z, moved, out=moved))
 
 
 def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:

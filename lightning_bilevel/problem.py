@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_bilevel.scalars import norm
+from lightning_bilevel.scalars import norm, total
 from lightning_bilevel.sets import ConvexSet, Free, Scaled
 
 __all__ = ["BilevelError", "BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "NonFiniteError", "Upper"]
@@ -87,6 +87,9 @@ class BilevelProblem:
         lower_set: Y.
         encoder: The part of g that depends on x alone, if there is one: then g(x, y) = ``lower(encoder(x), y)``, and the
             encoder is evaluated once per x, however many points z follow. One per chunk of ``lower``.
+        body: The part of g that depends on y alone, if there is one: then g(x, y) = ``lower(x, body(y))``, and the body is
+            evaluated once for a y that is asked for again, also at another x. One per chunk of ``lower``; with several chunks
+            nothing is kept. Not together with an encoder.
         reduce: The sum of a tensor over the processes that share the data, if there are several.
 
     Example:
@@ -107,16 +110,21 @@ class BilevelProblem:
         lower_set: ConvexSet | None = None,
         *,
         encoder: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
+        body: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.upper_terms = _terms("upper", upper)
         self.lower_terms = _terms("lower", lower)
         self.encoders = None if encoder is None else _terms("encoder", encoder)
-        if self.encoders is not None and len(self.encoders) != len(self.lower_terms):
-            raise ValueError(
-                f"`BilevelProblem` was given {len(self.encoders)} encoders for {len(self.lower_terms)} terms of `lower`: "
-                "each term needs its own."
-            )
+        self.bodies = None if body is None else _terms("body", body)
+        for count, parts in (("encoders", self.encoders), ("bodies", self.bodies)):
+            if parts is not None and len(parts) != len(self.lower_terms):
+                raise ValueError(
+                    f"`BilevelProblem` was given {len(parts)} {count} for {len(self.lower_terms)} terms of `lower`: "
+                    "each term needs its own."
+                )
+        if self.encoders is not None and self.bodies is not None:
+            raise ValueError("`BilevelProblem` was given an encoder and a body: g may have one or the other.")
         self.upper_set = Free() if upper_set is None else upper_set
         self.lower_set = Free() if lower_set is None else lower_set
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
@@ -125,7 +133,13 @@ class BilevelProblem:
         self.reduce = reduce
         self.units = (1.0, 1.0)
         self._upper_has_x: bool | None = None
+        # The points of g(x, .) that were asked for last, with what of g depends on them alone; the newest last.
+        self._recent: list[_Point] = []
         self.calls = Calls()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is another problem, and a graph cannot be copied.
+        return {**self.__dict__, "_recent": []}
 
     def in_units(self, upper: float = 1.0, lower: float = 1.0) -> BilevelProblem:
         """Return the same problem in the variables u, v with x = upper * u and y = lower * v."""
@@ -136,6 +150,9 @@ class BilevelProblem:
         inner.lower_terms = [_rescaled(term, 1.0 if self.encoders else upper, lower) for term in self.lower_terms]
         if self.encoders is not None:
             inner.encoders = [lambda u, encode=encode: encode(upper * u) for encode in self.encoders]
+        if self.bodies is not None:
+            inner.lower_terms = [_rescaled(term, upper, 1.0) for term in self.lower_terms]
+            inner.bodies = [lambda v, body=body: body(lower * v) for body in self.bodies]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
         inner.units = (self.units[0] * upper, self.units[1] * lower)
@@ -155,6 +172,8 @@ class BilevelProblem:
         part.lower_terms = [_nothing] if lower == 0.0 else [_weighted(term, lower) for term in self.lower_terms]
         if self.encoders is not None and lower == 0.0:
             part.encoders = [lambda x: None]
+        if self.bodies is not None and lower == 0.0:
+            part.bodies = [lambda y: y]
         part.reduce = reduce
         part.calls = Calls()
         return part
@@ -208,7 +227,7 @@ class BilevelProblem:
 
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
         """Evaluate f and g where they were f and g before, and refuse a problem that has changed."""
-        calls = self.calls
+        calls, self._recent = self.calls, []  # what is kept of a point would hide that it changes
         for name, first, second in (("f", f, self.upper(x, y).value), ("g", g, self.at(x).value(y))):
             # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
             if abs(first - second) > 1e3 * torch.finfo(y.dtype).eps * max(abs(first), abs(second)):
@@ -218,8 +237,31 @@ class BilevelProblem:
                 )
         self.calls = calls
 
+    def _point(self, y: Tensor, remember: bool = True) -> _Point:
+        """Return y as a leaf, with what of g depends on it alone if that is known or to be remembered."""
+        found = next((point for point in self._recent if point.y is y and point.version == y._version), None)
+        if self.bodies is None or len(self.bodies) > 1 or (found is None and not remember):
+            return _Point(y, y._version, _leaf(y), None)
+        # Two points are what a gap needs; the older one goes before a new one is made, so that there are never three graphs.
+        self._recent = [point for point in self._recent if point is not found][-1:]
+        if found is None:
+            leaf = _leaf(y)
+            with torch.enable_grad():
+                found = _Point(y, y._version, leaf, self.bodies[0](leaf))
+        self._recent.append(found)
+        return found
+
+    def _lower_term(self, index: int, part: Any, point: _Point, graph: bool = True) -> Tensor:
+        """Return a term of g at a point, which is a constant there if there is to be no graph."""
+        y: Any = point.leaf if graph else point.leaf.detach()
+        if self.bodies is not None:
+            kept = point.body is not None
+            y = self.bodies[index](y) if not kept else point.body if graph else tree_map_only(Tensor, Tensor.detach, point.body)
+        value: Tensor = self.lower_terms[index](part, y)
+        return value
+
     def _sum(
-        self, name: str, terms: Sequence[Callable[[], tuple[Tensor, ...]]], inputs: tuple[Tensor, ...]
+        self, name: str, terms: Sequence[Callable[[], tuple[Tensor, ...]]], inputs: tuple[Tensor, ...], retain: bool = False
     ) -> tuple[list[float], list[Tensor | None]]:
         """Sum the terms' values, and differentiate their first value less their second in the inputs."""
         totals: list[Tensor] = []
@@ -232,7 +274,7 @@ class BilevelProblem:
                 # f or g(x, y); or the gap g(x, y) - g(x, z), differentiated in one backward pass.
                 target = values[0] if len(values) == 1 else values[0] - values[1]
                 if target.requires_grad:
-                    new_grads = torch.autograd.grad(target, inputs, allow_unused=True)
+                    new_grads = torch.autograd.grad(target, inputs, allow_unused=True, retain_graph=retain)
                     grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
                 # float64: the Moreau gap is a small difference of large numbers.
                 new = [value.detach() for value in values]
@@ -241,7 +283,7 @@ class BilevelProblem:
             return self._sum_over_processes(name, totals, grads, inputs)
         # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way). One
         # stack is one transfer from the device.
-        checks = [grad.sum(dtype=torch.float64) for grad in grads if grad is not None]
+        checks = [total(grad) for grad in grads if grad is not None]
         known = torch.stack([*totals, *checks]).tolist()
         _check_finite(name, known[: len(totals)], known[len(totals) :], inputs)
         return known[: len(totals)], grads
@@ -256,10 +298,19 @@ class BilevelProblem:
         parts = [v.new_zeros(v.numel()) if grad is None else grad for grad, v in zip(grads, inputs, strict=True)]
         buffer = self.reduce(torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)]))
         numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
-        known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
+        known = torch.cat([numbers, torch.stack([total(part) for part in sums])]).tolist()
         values, found, checks = known[: len(totals)], known[len(totals) : -len(sums)], known[-len(sums) :]
         _check_finite(name, values, checks, inputs)
         return values, [part.to(v.dtype) if flag else None for part, flag, v in zip(sums, found, inputs, strict=True)]
+
+
+class _Point(NamedTuple):
+    """A point y of the lower level as a leaf, and what of g depends on it alone, with its graph."""
+
+    y: Tensor
+    version: int
+    leaf: Tensor
+    body: Any
 
 
 class LowerLevel:
@@ -272,6 +323,8 @@ class LowerLevel:
         # chunk, because the graphs of all chunks together are what does not fit into memory.
         self._graph: list[Any] | None = None
         self._features: list[Any]
+        # A point whose gradient was to be kept, and the gradient.
+        self._kept: tuple[Tensor, int, Tensor] | None = None
         if problem.encoders is None:
             self._features = [self.x.detach()] * len(problem.lower_terms)
         elif len(problem.encoders) == 1:
@@ -284,8 +337,9 @@ class LowerLevel:
 
     def value(self, z: Tensor) -> float:
         """Return g(x, z); no gradient, and not counted as a pass."""
+        point = self.problem._point(z)
         with torch.no_grad():
-            values = [term(part, z) for term, part in zip(self.problem.lower_terms, self._features, strict=True)]
+            values = [self.problem._lower_term(i, part, point) for i, part in enumerate(self._features)]
         for value in values:
             _check_scalar("g", value)
         total = torch.stack(values).double().sum()
@@ -294,46 +348,57 @@ class LowerLevel:
         _check_finite("g", [float(total)], [], (self.x, z))
         return float(total)
 
-    def gradient(self, z: Tensor) -> Tensor:
-        """Return the gradient of g(x, .) at z."""
-        return self.value_and_gradient(z)[1]
+    def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
+        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
+        gradient = self._value_and_gradient(z, keep)[1]
+        if keep:
+            self._kept = z, z._version, gradient
+        return gradient
 
     def value_and_gradient(self, z: Tensor) -> tuple[float, Tensor]:
         """Return g(x, z) and the gradient of g(x, .) at z."""
+        return self._value_and_gradient(z)
+
+    def _value_and_gradient(self, z: Tensor, remember: bool = False) -> tuple[float, Tensor]:
         problem = self.problem
         problem.calls = replace(problem.calls, lower=problem.calls.lower + 1)
-        z = _leaf(z)
-        parts = zip(problem.lower_terms, self._features, strict=True)
-        values, (grad,) = problem._sum("g", [lambda t=t, p=p: (t(p, z),) for t, p in parts], (z,))  # type: ignore[misc]
+        # A point on the way of an inner loop is not asked for again.
+        point = problem._point(z, remember)
+        terms = [lambda i=i, p=p: (problem._lower_term(i, p, point),) for i, p in enumerate(self._features)]
+        values, (grad,) = problem._sum("g", terms, (point.leaf,), retain=point.body is not None)
         if grad is None:
             raise ValueError(_UNCOUPLED.format("lower-level function g"))
         return values[0], grad
 
     def gap(self, y: Tensor, z: Tensor) -> Gap:
         """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one backward pass."""
-        y = _leaf(y)
-        values, (grad_x, grad_y) = self._difference(y, z, (self.x, y))
+        point, known = self.problem._point(y), None
+        if self._kept is not None and self._kept[0] is y and self._kept[1] == y._version:
+            known = self._kept[2]  # it is the gradient in y, so the backward pass goes to x only
+        inputs = (self.x, point.leaf) if known is None else (self.x,)
+        values, (grad_x, *rest) = self._difference(point, z, inputs)
+        grad_y = known if known is not None else rest[0]
         if grad_y is None:
             raise ValueError(_UNCOUPLED.format("lower-level function g"))
         return Gap(values[0], values[1], torch.zeros_like(self.x) if grad_x is None else grad_x, grad_y)
 
     def gap_x(self, y: Tensor, z: Tensor) -> tuple[float, Tensor]:
         """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
-        values, (grad,) = self._difference(y.detach(), z, (self.x,))
+        values, (grad,) = self._difference(self.problem._point(y), z, (self.x,))
         return values[0], torch.zeros_like(self.x) if grad is None else grad
 
-    def _difference(self, y: Tensor, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[list[float], list[Tensor | None]]:
-        problem, x, z = self.problem, self.x, z.detach()
+    def _difference(self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[list[float], list[Tensor | None]]:
+        problem, x, other = self.problem, self.x, self.problem._point(z)
         problem.calls = replace(problem.calls, gap=problem.calls.gap + 1)
         graph, self._graph = self._graph, None
 
         def term(index: int) -> tuple[Tensor, Tensor]:
             part = graph[index] if graph else problem.encoders[index](x) if problem.encoders else x
-            function = problem.lower_terms[index]
-            return function(part, y), function(part, z)
+            first = problem._lower_term(index, part, y, graph=len(inputs) > 1)
+            return first, problem._lower_term(index, part, other, graph=False)
 
         terms = [lambda i=i: term(i) for i in range(len(problem.lower_terms))]
-        return problem._sum("g", terms, inputs)
+        return problem._sum("g", terms, inputs, retain=y.body is not None)
 
 
 _NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}

@@ -119,9 +119,9 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
     swapped = copy.copy(problem)
-    encoders: list[Any] = problem.encoders or [lambda x: x] * len(problem.lower_terms)
+    same: list[Any] = [lambda v: v] * len(problem.lower_terms)
+    parts = zip(problem.lower_terms, problem.encoders or same, problem.bodies or same, strict=True)
     swapped.upper_terms = [
-        lambda x, y, term=term, encode=encode: term(encode(x), y)
-        for term, encode in zip(problem.lower_terms, encoders, strict=True)
+        lambda x, y, term=term, encode=encode, body=body: term(encode(x), body(y)) for term, encode, body in parts
     ]
     return _upper(swapped, x, y)

@@ -12,10 +12,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Encoded, EncodedOnce, Weighting, samples, weighting_data
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import (
     BOME,
     IVSP,
+    MEHA,
+    SLM,
     BilevelError,
     BilevelMixin,
     BilevelModule,
@@ -190,6 +193,41 @@ def test_one_set_per_declared_item() -> None:
     module = Two()
     projected = module._declaration.upper_set.project(torch.full((5,), 2.0))
     torch.testing.assert_close(projected, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]))
+
+
+class WeightingOnce(Weighting):
+    """The weighting with the part of g that depends on y alone declared."""
+
+    forward_passes = 0
+
+    def lower_outputs(self, batch: Any) -> Tensor:
+        self.forward_passes += 1
+        return cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")
+
+    def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:  # type: ignore[override]
+        return (self.logits[batch[2]].sigmoid() * losses).mean()
+
+
+@pytest.mark.parametrize("solver", [MILD, BOME, MEHA, SLM])
+@pytest.mark.parametrize("units", [(1.0, 1.0), (10.0, 2.0)])
+def test_the_part_that_depends_on_y_is_evaluated_once_and_the_path_is_the_same(
+    solver: Any, units: tuple[float, float], tmp_path: Any
+) -> None:
+    plain, once = (kind(solver=solver, upper_unit=units[0], lower_unit=units[1]) for kind in (Weighting, WeightingOnce))
+    for module in (plain, once):
+        trainer(tmp_path, max_steps=5).fit(module, datamodule=weighting_data())
+    assert all(torch.equal(a, b) for a, b in zip(plain.point, once.point, strict=True))
+    passes = 5 * (once.last_step.calls.lower + 2 * once.last_step.calls.gap)  # type: ignore[union-attr]
+    assert 0 < once.forward_passes < passes
+
+
+def test_features_and_outputs_are_not_declared_both() -> None:
+    class Both(WeightingOnce):
+        def lower_features(self, batch: Any) -> Tensor:
+            return self.logits[batch[2]].sigmoid()
+
+    with pytest.raises(ValueError, match="was given an encoder and a body"):
+        Both().bilevel_problem({"upper": samples(20, 1), "lower": samples(30, 2)})
 
 
 def test_declared_envelope_serves_solvers_without_one(tmp_path: Any) -> None:

@@ -1,3 +1,4 @@
+import copy
 import re
 import threading
 from collections.abc import Callable
@@ -205,6 +206,105 @@ class TestEncoder:
         assert count == [2, 2]
 
 
+def body(y: Tensor) -> Tensor:
+    return torch.exp(W.T.to(y) @ y)
+
+
+def weighing(x: Tensor, outputs: Tensor) -> Tensor:
+    return (torch.tanh(x) * outputs).sum()
+
+
+def weighted(x: Tensor, y: Tensor) -> Tensor:
+    return weighing(x, body(y))
+
+
+class TestBody:
+    @both_dtypes
+    def test_equals_the_plain_function_bit_for_bit(self, dtype: torch.dtype) -> None:
+        x, y, z = point(dtype)
+        plain, split = BilevelProblem(f, weighted), BilevelProblem(f, weighing, body=body)
+        for point_x in (x, x + 1.0):  # the second x finds both points known
+            for first, second in ((y, z), (z, y), (y, y)):
+                expected, got = plain.at(point_x).gap(first, second), split.at(point_x).gap(first, second)
+                assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, expected, strict=True))
+            assert torch.equal(split.at(point_x).gradient(z), plain.at(point_x).gradient(z))
+            assert torch.equal(split.at(point_x).gap_x(y, z)[1], plain.at(point_x).gap_x(y, z)[1])
+            assert split.at(point_x).value(z) == plain.at(point_x).value(z)
+
+    def test_is_evaluated_once_for_the_two_points_that_were_asked_for_last(self) -> None:
+        x, y, z = point()
+        seen = []
+        problem = BilevelProblem(f, weighing, body=lambda y: seen.append(y) or body(y))
+        problem.at(x).gap(y, z)
+        assert len(seen) == 2
+        problem.at(x + 1.0).gradient(z)
+        problem.at(x + 2.0).gap(y, z)
+        problem.at(x).value(y)
+        assert len(seen) == 2
+        problem.at(x).gradient(z + 1.0)  # on the way of an inner loop: neither kept nor in the place of another
+        problem.at(x).gradient(z)
+        problem.at(x).gradient(y)
+        assert len(seen) == 3
+        problem.at(x).value(z + 2.0)  # takes the place of z, which was asked for before y
+        problem.at(x).gradient(y)
+        assert len(seen) == 4
+        problem.at(x).gradient(z, keep=True)
+        problem.at(x).gap(z, y)
+        assert len(seen) == 5
+
+    def test_is_evaluated_anew_where_the_point_was_changed_in_place(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(f, weighing, body=body)
+        problem.at(x).gap(y, z)
+        z += 1.0
+        assert torch.equal(problem.at(x).gradient(z), BilevelProblem(f, weighted).at(x).gradient(z))
+
+    def test_keeps_nothing_of_several_chunks(self) -> None:
+        x, y, z = point()
+        seen = []
+        problem = BilevelProblem(f, [weighing, weighing], body=[lambda y: seen.append(y) or body(y), lambda y: body(2 * y)])
+        plain = BilevelProblem(f, lambda x, y: weighted(x, y) + weighted(x, 2 * y))
+        for _ in range(2):
+            assert_same(problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+        assert len(seen) == 4
+
+    @pytest.mark.parametrize("share", [0.0, 0.25])
+    def test_in_a_part_of_the_data(self, share: float) -> None:
+        x, _, z = point()
+        part = BilevelProblem(f, weighing, body=body).spread(1.0, share, lambda tensor: tensor + 0.0)
+        if share == 0.0:
+            assert part.at(x).value(z) == 0.0
+        else:
+            assert_same([part.at(x).gradient(z)], [share * by_autograd(weighted, x, z)[2]])
+
+    def test_a_copy_knows_no_points(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(f, weighing, body=body)
+        expected = problem.at(x).gap(y, z)
+        for other in (copy.copy(problem), copy.deepcopy(problem)):
+            assert other._recent == []
+            assert torch.equal(other.at(x).gap(y, z).grad_y, expected.grad_y)
+
+    def test_does_not_hide_that_g_is_random(self) -> None:
+        x, y, _ = point()
+        problem = BilevelProblem(f, weighing, body=lambda y: torch.rand(()) * body(y))
+        with pytest.raises(BilevelError, match=r"The lower-level function g was .* and then .* at the same point"):
+            problem.check(x, y)
+
+
+@pytest.mark.parametrize("build", [lambda: BilevelProblem(f, weighted), lambda: BilevelProblem(f, weighing, body=body)])
+def test_a_gap_uses_the_gradient_that_was_kept(build: Callable[[], BilevelProblem]) -> None:
+    x, y, z = point()
+    expected, lower = build().at(x).gap(y, z), build().at(x)
+    known = lower.gradient(y, keep=True)
+    lower.gradient(z)
+    gap = lower.gap(y, z)
+    assert gap.grad_y is known
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(gap, expected, strict=True))
+    y += 1.0
+    assert torch.equal(lower.gap(y, z).grad_y, build().at(x).gap(y, z).grad_y)
+
+
 class TestUnits:
     @pytest.mark.parametrize("encoder", [None, encode], ids=["plain", "encoder"])
     @pytest.mark.parametrize("units", [(1.0, 1.0), (3.0, 1.0), (1.0, 0.2), (5.0, 0.1)])
@@ -221,6 +321,14 @@ class TestUnits:
         assert_same(scaled.at(u).gap(v, w), (value_y, value_z, a * (x_at_y - x_at_z), b * y_at_y))
         assert_same(scaled.at(u).value_and_gradient(w), (value_z, b * y_at_z))
         assert scaled.units == units
+
+    @pytest.mark.parametrize("units", [(3.0, 1.0), (1.0, 0.2), (5.0, 0.1)])
+    def test_with_a_body(self, units: tuple[float, float]) -> None:
+        x, y, z = point()
+        a, b = units
+        whole, split = (p.in_units(*units) for p in (BilevelProblem(f, weighted), BilevelProblem(f, weighing, body=body)))
+        expected = whole.at(x / a).gap(y / b, z / b)
+        assert_same(split.at(x / a).gap(y / b, z / b), [torch.as_tensor(v, dtype=torch.float64) for v in expected])
 
     def test_scale_the_sets(self) -> None:
         scaled = BilevelProblem(f, g, Box(-1.0, 1.0), Box(0.0, 3.0)).in_units(2.0, 0.5)
@@ -533,6 +641,12 @@ class TestErrors:
         message = "`BilevelProblem` was given 1 encoders for 2 terms of `lower`: each term needs its own."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             BilevelProblem(f, [head, head], encoder=encode)
+
+    def test_one_body_per_term_and_no_encoder_with_it(self) -> None:
+        with pytest.raises(ValueError, match="was given 1 bodies for 2 terms of `lower`: each term needs its own"):
+            BilevelProblem(f, [weighing, weighing], body=body)
+        with pytest.raises(ValueError, match="was given an encoder and a body: g may have one or the other"):
+            BilevelProblem(f, weighing, encoder=encode, body=body)
 
 
 def test_sets_default_to_the_whole_space() -> None:

@@ -1,46 +1,28 @@
-"""What `Trainer.fit` costs over a bare loop of `optimizer.step(problem=...)`, both in this process and in turns.
-
-Run: python examples/benchmarks/overhead.py
-"""
+"""What `Trainer.fit` costs over a bare loop of `optimizer.step(problem=...)`, and what a step costs besides oracle calls."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 import warnings
-from functools import partial
+from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 
-from lightning_bilevel import IVSP, BilevelOptimizer, BilevelProgressBar, FullBatchDataModule, SineProblem
-
-PAPER = partial(IVSP, mu0=9e-3, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_xy=1000**0.5, L_yy=1.0)
-
-
-class Padded(SineProblem):
-    """The sine problem with matrix products that are as long as those of a small network."""
-
-    def __init__(self, size: int, solver: object = PAPER) -> None:
-        super().__init__(solver=solver)
-        self.weight = torch.ones(size, size, dtype=torch.float64) if size else None
-
-    def upper_loss(self, batch: object) -> Tensor:
-        return super().upper_loss(batch) + self.work()
-
-    def work(self) -> Tensor | float:
-        return 0.0 if self.weight is None else 0.0 * (self.weight @ (self.weight * self.x)).sum()
+from examples.benchmarks.results import Row, Section
+from examples.benchmarks.tasks import Size, Task, four
+from examples.benchmarks.timing import ratio
+from lightning_bilevel import BilevelProblem, BilevelProgressBar
+from lightning_bilevel.problem import LowerLevel
 
 
 class Clock(Callback):
     """Times the iterations after the first tenth; setting a Trainer up is not what is compared."""
 
     def __init__(self, steps: int) -> None:
-        self.first, self.last, self.seconds = steps // 10, steps, 0.0
+        self.first, self.last, self.seconds = max(1, steps // 10), steps, 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step == self.first:
@@ -49,54 +31,90 @@ class Clock(Callback):
             self.seconds = time.perf_counter() - self.began
 
 
-def bare(model: Padded, steps: int) -> float:
-    model = model.double()
-    problem = model.bilevel_problem({"upper": None, "lower": None})
-    solver: BilevelOptimizer = PAPER([{"params": [model.x], "level": "upper"}, {"params": [model.y], "level": "lower"}])
-    for _ in range(steps // 10):
-        solver.step(problem=problem)
-    began = time.perf_counter()
-    for _ in range(steps - steps // 10):
+def bare(task: Task) -> float:
+    solver, problem = task.alone()
+    first = max(1, task.steps // 10)
+    for step in range(task.steps):
+        if step == first:
+            began = time.perf_counter()
         solver.step(problem=problem)
     return time.perf_counter() - began
 
 
-def fitted(model: Padded, steps: int, folder: str) -> float:
-    clock = Clock(steps)
+def fitted(task: Task, folder: str) -> float:
+    clock = Clock(task.steps)
     trainer = Trainer(
         accelerator="cpu",
-        precision="64-true",
-        max_steps=steps,
+        precision="64-true" if task.double else "32-true",
+        max_steps=task.steps,
         max_epochs=-1,
         logger=TensorBoardLogger(folder),
         callbacks=[BilevelProgressBar(), clock],
         enable_model_summary=False,
+        enable_checkpointing=False,
         limit_val_batches=0,
     )
-    trainer.fit(model, datamodule=FullBatchDataModule(epoch_length=steps))
+    trainer.fit(task.build(), datamodule=task.data)
     return clock.seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="outer iterations of the short task")
-    parser.add_argument("--rounds", type=int, default=5)
-    parsed = parser.parse_args()
+class Stopwatch:
+    """The time that is spent in a problem's evaluations."""
+
+    def __init__(self, problem: BilevelProblem) -> None:
+        self.seconds, self.running = 0.0, False
+        for name in ("upper", "upper_x", "upper_y", "at"):
+            setattr(problem, name, self.timed(getattr(problem, name)))
+
+    def timed(self, evaluate: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if self.running:
+                return evaluate(*args)
+            self.running, began = True, time.perf_counter()
+            try:
+                found = evaluate(*args)
+            finally:
+                self.running = False
+                self.seconds += time.perf_counter() - began
+            if isinstance(found, LowerLevel):
+                for name in ("value", "gradient", "value_and_gradient", "gap", "gap_x"):
+                    setattr(found, name, self.timed(getattr(found, name)))
+            return found
+
+        return call
+
+
+def arithmetic(task: Task) -> float:
+    """Return the median share of an iteration that is not spent in evaluations of f and g, in per cent."""
+    solver, problem = task.alone()
+    watch, shares = Stopwatch(problem), []
+    for _ in range(task.steps):
+        before, began = watch.seconds, time.perf_counter()
+        solver.step(problem=problem)
+        shares.append(1 - (watch.seconds - before) / (time.perf_counter() - began))
+    return 100 * statistics.median(shares[task.steps // 10 :])
+
+
+def run(size: Size) -> Section:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, size, steps in (("synthetic", 0, parsed.steps), ("20 ms", 460, parsed.steps // 5)):
-            # Each fit between two bare loops: a machine that others use is slower at one time than at another.
-            ratios, loop = [], 0.0
-            for _ in range(parsed.rounds):
-                before, fit, after = bare(Padded(size), steps), fitted(Padded(size), steps, folder), bare(Padded(size), steps)
-                loop = (before + after) / 2
-                ratios.append(fit / loop)
-            took = 1e3 * loop / (steps - steps // 10)
-            rows.append(f"{name:10s} bare loop {took:7.3f} ms; Trainer.fit takes {statistics.median(ratios):.3f} times as long")
-    print("\n".join(rows))
-
-
-if __name__ == "__main__":
-    main()
+        for task in four(size):
+            small = task.name == "synthetic"
+            fits, loops = [], []
+            for _ in range(size.rounds):
+                # Each fit between two bare loops: a machine that others use is slower at one time than at another.
+                before, fit, after = bare(task), fitted(task, folder), bare(task)
+                fits.append(fit)
+                loops.append((before + after) / 2)
+            took = 1e3 * statistics.median(loops) / (task.steps - max(1, task.steps // 10))
+            note = f"an iteration of IVSP takes {took:.3g} ms"
+            rows.append(
+                Row(f"{task.name}: `Trainer.fit` / bare loop", ratio(fits, loops), at_most=1.3 if small else 1.05, note=note)
+            )
+            share = statistics.median(arithmetic(task) for _ in range(size.rounds))
+            limit = None if small else 3.0
+            rows.append(
+                Row(f"{task.name}: solver arithmetic", share, "%", at_most=limit, note="what is not an evaluation of f or g")
+            )
+    return Section("Overhead", rows)

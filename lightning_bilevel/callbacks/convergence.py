@@ -175,7 +175,7 @@ def draw(series: dict[str, list[list[float]]]) -> Any:
             # Ticks cost more than curves: few, none between, and without the mathematical setting of powers.
             axis.minorticks_off()
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
-            axis.set_title(title)
+            axis.set_title(title, y=1.0)  # a place of its own choice would be found by measuring all ticks
             axis.grid(alpha=0.3)
             if any(label for _, label, *_ in lines):
                 axis.legend(frameon=False, fontsize=8)

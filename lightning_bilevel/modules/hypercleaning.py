@@ -111,12 +111,15 @@ class HyperCleaning(BilevelModule):
         images, labels = batch
         return cross_entropy(self.classifier(images), labels)
 
-    def lower_loss(self, batch: Any) -> Tensor:
+    def lower_outputs(self, batch: Any) -> Tensor:
+        """The loss of each noisy sample, which is all of g that depends on y."""
+        images, labels, _ = batch
+        return cross_entropy(self.classifier(images), labels, reduction="none")
+
+    def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The mean weighted loss on noisy data; a batch carries the indices of its samples."""
-        images, labels, index = batch
         # index_select: the backward pass of plain indexing takes longer than the sigmoid and the mean together.
-        weights = self.logits.index_select(0, index).sigmoid()
-        return (weights * cross_entropy(self.classifier(images), labels, reduction="none")).mean()
+        return (self.logits.index_select(0, batch[2]).sigmoid() * losses).mean()
 
     def setup(self, stage: str) -> None:
         """Refuse data that do not fit the module before anything is trained."""

@@ -43,6 +43,7 @@ def remembered(optimizer: BilevelOptimizer, name: str, y: Tensor) -> Tensor:
 
 def descend(lower: LowerLevel, z: Tensor, step: float, steps: int, lower_set: ConvexSet) -> Tensor:
     r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
-    for _ in range(steps):
-        z = lower_set.project(z - step * lower.gradient(z))
+    for number in range(steps):
+        # Methods that start at y ask for the gap at y when they are done.
+        z = lower_set.project(z - step * lower.gradient(z, keep=number == 0))
     return z

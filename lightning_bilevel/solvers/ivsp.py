@@ -22,7 +22,7 @@ from lightning_bilevel.penalty import (
     smoothing_parameter,
 )
 from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError
-from lightning_bilevel.scalars import norm
+from lightning_bilevel.scalars import dot, norm, squared_distance
 from lightning_bilevel.sets import ConvexSet, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp_constants import check_constants
@@ -114,7 +114,6 @@ class _Trial:
     merit: float
     bound: float
     step: float
-    dw: Tensor
     point: _Point | None
 
     def __str__(self) -> str:
@@ -288,19 +287,22 @@ class IVSP(BilevelOptimizer):
         if self.adaptive:
             here, now = self._sharpened(problem, here, now, C)
             zeta_next = min(zeta_next, self._accuracy(self._mapping(here, now, C), here, now))
-        slope = phi.slope(here.residual, now.mu)
-        G = slope * here.grad_R
-        direction = now.gamma * here.grad_f + G
+        weight = phi.slope(here.residual, now.mu)
         merit = now.gamma * here.f + phi.value(here.residual, now.mu)
         E = self._error(here, now)
 
         failures: list[BilevelError] = []
 
+        def direction() -> Tensor:
+            # gamma grad f + G, made where it is needed: it is not held while a trial is evaluated.
+            return (now.gamma * here.grad_f).add_(weight * here.grad_R)
+
         def trial(L: float) -> _Trial:
             # w_L = P_C(w - (mu/L) [gamma grad f + G])
-            w = C.project(here.w - (now.mu / L) * direction)
-            dw = w - here.w
-            d = math.sqrt(_dot(dw, dw, split))
+            moved = direction().mul_(now.mu / L)
+            w = C.project(torch.sub(here.w, moved, out=moved))
+            del moved
+            d = math.sqrt(sum(squared_distance(a, b) for a, b in ((w[:split], here.w[:split]), (w[split:], here.w[split:]))))
             try:
                 there = self._evaluate(problem, w, split, here.z, zeta_next, trial=True)
             except (NonFiniteError, InnerLoopError) as error:
@@ -309,12 +311,12 @@ class IVSP(BilevelOptimizer):
                 costly = not self._conditioned and sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES
                 if c["fixed_L"] is not None or costly:
                     raise
-                return _Trial(False, math.inf, merit, d, dw, None)
+                return _Trial(False, math.inf, merit, d, None)
             # gamma f(w_L) + phi(R_L + zeta+) <= gamma f(w) + phi(R) - c1/(2 mu) |w_L - w|^2 + tau
             value = now.gamma * there.f + phi.value(there.residual + zeta_next, now.mu)
             tau = allowance(d, L, now.mu, E, theta_low=c["theta_low"], theta_hat=c["theta_hat"]) + now.zeta + zeta_next
             bound = merit - c["c1"] / (2 * now.mu) * d**2 + tau + self._rounding(here, there, now.gamma)
-            return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, dw, there)
+            return _Trial(c["fixed_L"] is not None or value <= bound, value, bound, d, there)
 
         try:
             accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
@@ -326,13 +328,14 @@ class IVSP(BilevelOptimizer):
         assert there is not None
         if accepted.step == 0.0:
             check_trials(failures, trials - 1)
-            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, direction, C)
+            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, direction(), C)
         updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
         then = self._parameters(k + 1, t + updated)
         if c["fixed_L"] is None:
             # The next start is known already now, so nothing of the previous point needs keeping.
-            dv = then.gamma * (there.grad_f - here.grad_f) + phi.slope(there.residual, then.mu) * there.grad_R - G
-            dw_dv, dv_dv = _dot(accepted.dw, dv, split), _dot(dv, dv, split)
+            dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
+            dv.add_(phi.slope(there.residual, then.mu) * there.grad_R).sub_(weight * here.grad_R)
+            dw_dv, dv_dv = _dot(there.w - here.w, dv, split), _dot(dv, dv, split)
             # Left out, it is the long step as long as that is accepted at once.
             long = c["bb"] == "long" or (c["bb"] is None and trials == 1)
             dw_dw = accepted.step**2 if long else None
@@ -471,21 +474,15 @@ class IVSP(BilevelOptimizer):
         return 1e-12 + (0.0 if dtype == torch.float64 else torch.finfo(dtype).eps * size)
 
     def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor, halvings: int) -> _Point:
-        f = problem.upper(lower.x, y)
+        # The gap first: it needs more memory than f, and so has not to hold the gradient of f as well.
         gap = evaluate_gap(lower, y, z, self._envelope)
-        return _Point(
-            w=w,
-            f=f.value,
-            grad_f=torch.cat([f.grad_x, f.grad_y]),
-            z=z,
-            lower=gap.lower,
-            residual=gap.residual,
-            grad_R=torch.cat([gap.grad_x, gap.grad_y]),
-            halvings=halvings,
-        )
+        at_y, residual, grad_R = gap.lower, gap.residual, torch.cat([gap.grad_x, gap.grad_y])
+        del gap
+        f = problem.upper(lower.x, y)
+        grad_f = torch.cat([f.grad_x, f.grad_y])
+        return _Point(w=w, f=f.value, grad_f=grad_f, z=z, lower=at_y, residual=residual, grad_R=grad_R, halvings=halvings)
 
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:
     """<a, b> over w = (x, y), each level summed on its own: x may be one number and y a million."""
-    product = a * b
-    return float(product[:split].sum(dtype=torch.float64)) + float(product[split:].sum(dtype=torch.float64))
+    return dot(a[:split], b[:split]) + dot(a[split:], b[split:])

@@ -50,14 +50,14 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     """Return all constants for a run from (x, y): those given, and for each None a choice."""
     if all(given[name] is not None for name in PER_TASK):
         return {name: PAPER.get(name) if value is None else value for name, value in given.items()}
-    c, delta = dict(given), given["delta"]
-    lower, curved = problem.at(x), c["L_yy"] is None
-    if curved:
-        # A linear g has no curvature, and its inner loop takes any step.
-        c["L_yy"] = lower_curvature(problem, x, y) or 1.0
+    c: dict[str, Any] = dict(given)
+    delta = given["delta"]
+    lower, curved = problem.at(x), given["L_yy"] is None
+    # A linear g has no curvature, and its inner loop takes any step.
+    c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0) if curved else given["L_yy"]
     while True:
         if given["rho"] is None:
-            c["rho"] = (1.0 if c["sigma"] == 0.0 else 0.25) / max(c["L_yy"], given["sigma"] or 0.0)
+            c["rho"] = (1.0 if given["sigma"] == 0.0 else 0.25) / max(c["L_yy"], given["sigma"] or 0.0)
         if given["sigma"] is None:
             c["sigma"] = min(c["L_yy"], 0.5 / c["rho"])
         envelope = Envelope(rho=c["rho"], sigma=c["sigma"], delta=delta)
@@ -72,11 +72,11 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     gap, f = evaluate_gap(lower, y, z, envelope), problem.upper(x, y)
     boundary = math.sqrt(2 * c["rho"] * delta)
     if c["L_xy"] is None:
-        c["L_xy"] = coupling(problem, x, y, z)
-        if norm(y - z) < boundary and norm(f.grad_y) > 0.0:
+        ends = [z]
+        if distance < boundary and norm(f.grad_y) > 0.0:
             # The start solves the lower level: f is what will pull y away from there.
-            pulled = problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y)
-            c["L_xy"] = max(c["L_xy"], coupling(problem, x, y, pulled))
+            ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
+        c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
     R_x, R_y = max(norm(gap.grad_x), c["L_xy"] * boundary), max(norm(gap.grad_y), c["L_yy"] * boundary)
     if c["unit"] is None:
         # Half of the way, in powers of two, to where both gradients are equal: the line search brakes a level that moves too

@@ -1,0 +1,61 @@
+"""The figure of the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from examples.benchmarks.results import Section
+
+OURS, RIVALS = "#D55E00", "#0072B2"
+
+
+def draw(sections: Mapping[str, Section], path: Path) -> None:
+    """Draw those of the four panels that there are results for."""
+    panels = {"boat": ratios, "target": losses, "memory": memory, "growth": growth}
+    there = [name for name in panels if name in sections]
+    if not there:
+        return
+    figure = Figure(figsize=(4.2 * len(there), 3.4), layout="constrained")
+    for axis, name in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
+        panels[name](axis, sections[name])
+    figure.savefig(path, dpi=150)
+
+
+def ratios(axis: Any, section: Section) -> None:
+    rows = [row for row in section.rows if row.value is not None]
+    axis.barh([row.what.replace(" / ", "\n/ ") for row in rows], [row.value for row in rows], color=RIVALS)
+    axis.axvline(1.0, color=OURS)
+    axis.invert_yaxis()
+    axis.set_title("time of an iteration, BOAT / ours", fontsize=10)
+
+
+def losses(axis: Any, section: Section) -> None:
+    for curve in section.curves:
+        mine = curve.name == "IVSP"
+        axis.loglog(curve.xs, curve.ys, label=curve.name, color=OURS if mine else None, linewidth=2.5 if mine else 1.2)
+    for target in (0.1, 0.01):
+        axis.axhline(target, color="0.7", linewidth=0.8, zorder=0)
+    axis.set_title("validation loss, MNIST hyper-cleaning", fontsize=10)
+    axis.set_xlabel("seconds of optimisation")
+    axis.legend(fontsize=6)
+
+
+def memory(axis: Any, section: Section) -> None:
+    for curve in section.curves:
+        axis.plot(curve.xs, curve.ys, "o-", label=curve.name, markersize=3)
+    axis.set_ylim(bottom=0)
+    axis.set_title("peak memory beyond the data (MiB)", fontsize=10)
+    axis.set_xlabel("inner steps")
+    axis.legend(fontsize=7)
+
+
+def growth(axis: Any, section: Section) -> None:
+    for curve in section.curves:
+        axis.loglog(curve.xs, curve.ys, "o-", label=curve.name, markersize=3)
+    axis.set_title("seconds of an iteration of IVSP", fontsize=10)
+    axis.set_xlabel("coordinates, samples, episodes")
+    axis.legend(fontsize=7)
