@@ -30,6 +30,7 @@ Commands:
   fit        solve a problem: --config FILE, or the name of a ready config
   compare    run several methods on one task for the same time each
   certify    print the certificate of a checkpoint
+  probe      print the constants that IVSP would choose for a config, and why
   validate, test, predict    as with any LightningCLI
 
 Every command explains its options with --help. Any setting of a config can be

@@ -181,7 +181,8 @@ def _run(
     cli = _build(out, config)
     trainer, module = cli.trainer, cli.model
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
-    recorder = _Recorder(result, folder, shown, None if config.solver == "IVSP" else envelope)
+    # IVSP is evaluated with the envelope that its config gives; where it chooses one in the run, with the declared one.
+    recorder = _Recorder(result, folder, shown, module.envelope if config.solver == "IVSP" else envelope)
     trainer.callbacks += [OptimizationBudget(budget), recorder]
 
     def clock() -> float:

@@ -66,6 +66,10 @@ def parsing_error(message: str) -> str:
         if text and not text.startswith(_AROUND):
             reasons.append(_plain(text))
     kept = list(dict.fromkeys(reasons))
+    # Where a number may also be None, the value stands apart from the reason.
+    given = re.search(r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message)
+    if given and len(kept) == 1 and ", got " not in kept[0]:
+        kept = [f"{kept[0]}, got {given[1]}"]
     told = "; ".join(kept[:_REASONS]) + ("; ..." if len(kept) > _REASONS else "")
     return f"{'.'.join(keys)}: {told}" if keys else told
 

@@ -6,6 +6,7 @@ A symmetric H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -65,7 +66,10 @@ def _largest(gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSe
         except NonFiniteError:
             break
         largest = max(largest, norm(v) / distance)
-    return largest
+    # A difference of gradients is known to half of their digits, which depend on the order of a sum. Eight bits are what an
+    # estimate is worth, and the same in several processes as in one.
+    mantissa, exponent = math.frexp(largest)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
 
 
 def _unit(v: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import IVSP, BilevelModule, Box, FullBatchDataModule
 
-PAPER = partial(IVSP, mu0=9e-3, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_xy=1000**0.5, L_yy=1.0)
-MILD = partial(IVSP, mu0=0.1, gamma0=1.0, zeta_bar=0.1, rho=0.1, sigma=1.0, L_yy=5.0)
+PAPER = partial(IVSP, mu0=9e-3, block=1, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_init=1.0, L_xy=1000**0.5, L_yy=1.0)
+MILD = partial(IVSP, mu0=0.1, block=1, gamma0=1.0, zeta_bar=0.1, rho=0.1, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=5.0)
 
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

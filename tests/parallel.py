@@ -39,7 +39,8 @@ from lightning_bilevel import (
 STEPS = 8  # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
 # Each with steps that are long enough to get somewhere and short enough not to diverge on any of the problems.
 SOLVERS: dict[str, Any] = {
-    "ivsp": partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0),
+    "ivsp": partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0),
+    "chosen": IVSP,
     "meha": partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5),
     "pngbio": partial(PNGBiO, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5),
     "slm": partial(SLM, eta=0.01, alpha=0.01, gamma=0.05, tau=0.1, T=3, restart=False),

@@ -442,7 +442,7 @@ class TestIntervals:
         assert module.certify() is first
         assert module.certify(tolerance=1e-2) is not first
         with torch.no_grad():
-            module.classifier.bias.data.add_(0.1)
+            module.classifier.bias.data[0].add_(0.1)
         moved = module.certify()
         assert moved is not None
         assert first is not None

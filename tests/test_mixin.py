@@ -270,7 +270,10 @@ def declaring(**kwargs: Any) -> Any:
         (declaring(upper="a", lower="b", upper_unit=0.0), r"`Nothing.declare\(upper_unit=0.0\)` must be positive"),
         (declaring(upper="a", lower="b", lower_unit=-1.0), r"`Nothing.declare\(lower_unit=-1.0\)` must be positive"),
         (declaring(upper="a", lower="b", upper_set=[Box(0, 1)] * 2), r"one set for each of the 1 declared items"),
-        (declaring(upper="a", lower="b", solver=lambda groups: IVSP(groups, rho=2.0)), r"`rho=2.0` must be smaller than 1/sigma"),
+        (
+            declaring(upper="a", lower="b", solver=lambda groups: IVSP(groups, rho=2.0, sigma=1.0)),
+            r"`rho=2.0` must be smaller than 1/sigma",
+        ),
     ],
 )
 def test_wrong_declarations(build: Any, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -400,7 +400,12 @@ class IVSP(BilevelOptimizer):
         if zeta >= now.zeta:
             return here, now
         split = here.w.numel() - here.z.numel()
-        return self._evaluate(problem, here.w, split, here.z, zeta), now._replace(zeta=zeta)
+        lower, y = problem.at(here.w[:split]), here.w[split:]
+        z, halvings = self._prox(problem, lower, y, here.z, zeta)
+        gap = evaluate_gap(lower, y, z, self._envelope)
+        grad_R = torch.cat([gap.grad_x, gap.grad_y])
+        sharper = replace(here, z=z, lower=gap.lower, residual=gap.residual, grad_R=grad_R, halvings=halvings)
+        return sharper, now._replace(zeta=zeta)
 
     def _current(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float, unchanged: bool) -> _Point:
         """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
@@ -429,9 +434,15 @@ class IVSP(BilevelOptimizer):
 
     def _evaluate(self, problem: BilevelProblem, w: Tensor, split: int, z: Tensor, zeta: float, *, trial: bool = False) -> _Point:
         """Evaluate f and, up to zeta, R at w = (x, y), from the warm start z."""
-        c, x, y = self.constants, w[:split], w[split:]
-        lower = problem.at(x)
-        z, halvings = inexact_prox(
+        lower, y = problem.at(w[:split]), w[split:]
+        z, halvings = self._prox(problem, lower, y, z, zeta, trial=trial)
+        return self._measure(problem, lower, w, y, z, halvings)
+
+    def _prox(
+        self, problem: BilevelProblem, lower: LowerLevel, y: Tensor, z: Tensor, zeta: float, *, trial: bool = False
+    ) -> tuple[Tensor, int]:
+        c = self.constants
+        return inexact_prox(
             lower,
             y,
             z,
@@ -443,7 +454,6 @@ class IVSP(BilevelOptimizer):
             max_inner=min(c["max_inner"], _MAX_INNER) if trial and self._conditioned else c["max_inner"],
             accelerated=c["inner"] == "accelerated",
         )
-        return self._measure(problem, lower, w, y, z, halvings)
 
     def _keep(self, point: _Point) -> None:
         """Remember the point that was reached; what a rejected trial found out about g does not hold here."""

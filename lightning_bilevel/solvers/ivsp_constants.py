@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.solvers.ivsp_defaults import CHOSEN
+from lightning_bilevel.solvers.ivsp_defaults import CHOSEN, PAPER
 
 __all__ = ["check_constants"]
 
@@ -47,8 +47,8 @@ def check_constants(c: dict[str, Any]) -> None:
         refuse("bb", '"short", "long", or None for a choice of IVSP\'s')
     if c["inner"] not in ("gradient", "accelerated"):
         refuse("inner", '"gradient" or "accelerated"')
-    if given.get("L_min", 0.0) > given.get("L_max", math.inf):
-        refuse("L_min", f"at most L_max={c['L_max']!r}")
+    if given.get("L_min", 0.0) > given.get("L_max", PAPER["L_max"]):
+        refuse("L_min", f"at most L_max={given.get('L_max', PAPER['L_max'])!r}")
     sigma = given.get("sigma", 0.0)
     try:
         Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])

@@ -36,12 +36,12 @@ from lightning_bilevel.probe import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.problem import BilevelProblem
 from lightning_bilevel.scalars import norm
 
-__all__ = ["CHOSEN", "PER_TASK", "adapted_accuracy", "choose", "corrected", "explain"]
+__all__ = ["CHOSEN", "PAPER", "PER_TASK", "adapted_accuracy", "choose", "corrected", "explain"]
 
 # What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
 PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
 # What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
-PAPER = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short", "unit": 1.0}
+PAPER: dict[str, Any] = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short", "unit": 1.0}
 # What may be left out.
 CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
 
@@ -79,8 +79,8 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
     R_x, R_y = max(norm(gap.grad_x), c["L_xy"] * boundary), max(norm(gap.grad_y), c["L_yy"] * boundary)
     if c["unit"] is None:
-        # Half of the way, in powers of two, to where both gradients are equal: the line search brakes a level that moves too
-        # far, but nothing else would wake up one that hardly moves.
+        # Half of the way, in powers of two, to where both gradients are equal, and only in favour of x: the line search brakes a
+        # level that moves too far, but nothing wakes up one that hardly moves.
         c["unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
     unit, L_f = c["unit"], upper_curvature(problem.in_units(upper=c["unit"]), x / c["unit"], y)
     slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
