@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from helpers import PLAIN, groups, point_of
 from torch import Tensor
 
+from examples.benchmarks.defaults import solve_random
+from examples.benchmarks.random_problems import draw
 from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
+from lightning_bilevel.__main__ import main
 from lightning_bilevel.moreau import Envelope, gradient_error
 from lightning_bilevel.penalty import inverse_penalty
 from lightning_bilevel.probe import coupling, lower_curvature, upper_curvature
@@ -203,3 +207,24 @@ def test_the_grids_of_the_penalty() -> None:
     assert [inverse_penalty(t, 2.0) for t in (0, 3)] == pytest.approx([2.0, 1.0])
     assert [inverse_penalty(t, 2.0, 0.5) for t in (0, 3)] == pytest.approx([2.0, 0.25])
     assert inverse_penalty(10_000, 1.0, 0.5) > 0.0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 6, 8, 11, 15, 18, 27])
+def test_random_problems_are_solved_without_a_constant(number: int) -> None:
+    solved, words = solve_random(draw(number), steps=400)
+    assert solved, words
+
+
+@pytest.mark.parametrize(("config", "given"), [("ivsp", "given: 0.5"), ("meha", "")])
+def test_probe_says_what_would_be_chosen_and_what_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, given: str
+) -> None:
+    file = Path(__file__).parents[1] / "configs" / "synthetic" / f"{config}.yaml"
+    main(["probe", "--config", str(file), "--model.init_args.n=10", f"--trainer.default_root_dir={tmp_path}"])
+    told = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line for line in told.splitlines()}
+    # sin(x + y - 2) has the curvature |sin(-8)| = 0.99 at the start.
+    assert 0.9 < float(rows["L_yy"].split()[1]) < 1.1
+    assert given in rows["rho"]
+    assert ("given" in told) == bool(given)
+    assert list(tmp_path.iterdir()) == []

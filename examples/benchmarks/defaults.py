@@ -24,7 +24,9 @@ from lightning.pytorch import Callback, Trainer
 from examples.benchmarks.random_problems import Drawn, draw
 from lightning_bilevel import IVSP, BilevelError, certify
 from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.reading import advice
 from lightning_bilevel.scalars import norm
+from lightning_bilevel.tally import Tally
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Name, config, what is changed in the model, how many times the usual seconds, and where the paper's constants are.
@@ -103,11 +105,13 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
     scales = math.hypot(norm(start.grad_x), norm(start.grad_y)), abs(problem.at(drawn.x).value(drawn.y)), abs(start.value)
     x, y = drawn.x.clone().requires_grad_(), drawn.y.clone().requires_grad_()
     solver = IVSP([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], delta=drawn.delta)
-    relative, iteration = math.inf, 0
+    relative, iteration, tally = math.inf, 0, Tally()
     try:
         while relative > 1e-2 and iteration < steps:
             for _ in range(every):
-                iteration = solver.step(problem=problem).iteration
+                info = solver.step(problem=problem)
+                tally.add(info, solver)
+            iteration = info.iteration
             assert solver.envelope is not None
             tolerance = 1e-9 * solver.constants["L_yy"]
             c = certify(problem, x, y, solver.envelope, multiplier=solver.multiplier, tolerance=tolerance)
@@ -116,7 +120,8 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
     except BilevelError as error:
         return False, f"stopped: {error}"
     seconds = time.perf_counter() - began
-    return relative <= 1e-2, f"{relative:.1e} after {iteration} iterations, {solver.memory['passes']} passes, {seconds:.1f} s"
+    words = f"{relative:.1e} after {iteration} iterations, {solver.memory['passes']} passes, {seconds:.1f} s"
+    return relative <= 1e-2, words if relative <= 1e-2 else " ".join([words, *advice(c, tally)])
 
 
 def main() -> None:
