@@ -34,14 +34,19 @@ def ratios(axis: Any, section: Section) -> None:
 
 
 def losses(axis: Any, section: Section) -> None:
-    for curve in section.curves:
+    for number, curve in enumerate(section.curves):
         mine = curve.name == "IVSP"
-        axis.loglog(curve.xs, curve.ys, label=curve.name, color=OURS if mine else None, linewidth=2.5 if mine else 1.2)
+        # Ten colours for more curves than that: those of other libraries, whose names have two words, are dashed.
+        style = "--" if " " in curve.name else "-"
+        colour = OURS if mine else f"C{number % 10}"
+        axis.loglog(curve.xs, curve.ys, style, label=curve.name, color=colour, linewidth=2.5 if mine else 1.2)
+    # One that diverges leaves the picture.
+    axis.set_ylim(5e-3, 2 * max(curve.ys[0] for curve in section.curves))
     for target in (0.1, 0.01):
         axis.axhline(target, color="0.7", linewidth=0.8, zorder=0)
     axis.set_title("validation loss, MNIST hyper-cleaning", fontsize=10)
     axis.set_xlabel("seconds of optimisation")
-    axis.legend(fontsize=6)
+    axis.legend(fontsize=5, ncols=2)
 
 
 def memory(axis: Any, section: Section) -> None:
