@@ -93,7 +93,7 @@ def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         (["fit", "--config", "nowhere.yaml"], ["File does not exist", "See `lightning-bilevel tasks`, which lists the ready"]),
         (["fitt"], ["there is no command 'fitt'", "See `lightning-bilevel --help`, which lists the commands."]),
         (["--nonsense"], ["nonsense", "See `lightning-bilevel --help`"]),
-        (["certify"], ["certify.data", "required", "See `lightning-bilevel certify --help`."]),
+        (["certify"], ["certify.", "required", "See `lightning-bilevel certify --help`."]),
         (["tasks", "--all"], ["unrecognized arguments: --all"]),
         (
             ["compare", "nowhere"],
