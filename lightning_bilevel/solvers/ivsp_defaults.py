@@ -104,7 +104,7 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
 
 
 def adapted_accuracy(mapping: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
-    r"""Return the accuracy at which the gradient's error is at most a tenth of the last gradient mapping.
+    r"""Return the accuracy at which the gradient's error is at most a tenth of the gradient mapping.
 
     Both terms of :func:`~lightning_bilevel.moreau.gradient_error` are then at most a twentieth of it:
 
