@@ -165,11 +165,11 @@ def inexact_prox(
             first, best = (residual if z is start else first), min(residual, best)
             too_long = not residual <= _DIVERGED * first
             if since_best >= _STALLED and not too_long:
-                # A right step makes the residual fall every time. Either it is wrong, and g more curved than it allows for,
-                # or the residual is what rounding leaves of two terms that cancel.
-                too_long = previous is not None and _curvature(z, direction, *previous) * eta > 1.0 + 1e-3
-                if not too_long and residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
+                # A right step makes the residual fall every time. Either the residual is what rounding leaves of two terms
+                # that cancel (and so is the curvature), or the step is wrong, and g more curved than it allows for.
+                if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
                     return new, halvings
+                too_long = previous is not None and _curvature(z, direction, *previous) * eta > 1.0 + 1e-3
                 since_best = 0
             # The vectors that the look at a stall needs are kept only where it is near.
             previous, z = (z, direction) if since_best >= _STALLED - 1 else None, new
@@ -242,12 +242,12 @@ def precise_prox(
 
 def _slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
     """The gradient of psi, in one vector: memory that is new to the process costs more than arithmetic in it."""
-    return torch.sub(z, y).div_(rho).add_(slope)
+    away = torch.sub(z, y)
+    return torch.add(slope, away, alpha=1 / rho, out=away)
 
 
 def _step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
-    moved = direction * eta
-    return lower_set.project(torch.sub(z, moved, out=moved))
+    return lower_set.project(torch.sub(z, direction, alpha=eta))
 
 
 def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:

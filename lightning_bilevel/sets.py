@@ -85,6 +85,8 @@ class Box:
                 f"{f' at coordinate {first} ({wrong} in all)' if low.numel() > 1 else ''}: "
                 "the lower bound must not exceed the upper bound."
             )
+        # Two numbers are the usual case, for which torch has a faster clamp.
+        self._numbers = None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
         # The bounds as the variable sees them (its dtype and device), made once per dtype and device.
         self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -102,8 +104,7 @@ class Box:
         return self._seen[key]
 
     def project(self, v: Tensor) -> Tensor:
-        lower, upper = self._bounds(v)
-        return torch.clamp(v, lower, upper)
+        return torch.clamp(v, *(self._numbers or self._bounds(v)))
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         lower, upper = self._bounds(v)

@@ -99,6 +99,10 @@ class _Point:
     grad_R: Tensor
     halvings: int
 
+    def direction(self, gamma: float, weight: float) -> Tensor:
+        """Return gamma grad f + weight grad R, made where it is needed: it is not held while a trial is evaluated."""
+        return (gamma * self.grad_f).add_(self.grad_R, alpha=weight)
+
 
 class _Parameters(NamedTuple):
     """mu, zeta and gamma of an outer iteration."""
@@ -284,22 +288,17 @@ class IVSP(BilevelOptimizer):
             now = now._replace(zeta=memory.get("zeta", now.zeta))
 
         here = self._current(problem, x, y, now.zeta, unchanged)
+        E = self._error(here, now)
         if self.adaptive:
-            here, now = self._sharpened(problem, here, now, C)
-            zeta_next = min(zeta_next, self._accuracy(self._mapping(here, now, C), here, now))
+            here, now, E, needed = self._adapted(problem, here, now, E, C)
+            zeta_next = min(zeta_next, needed)
         weight = phi.slope(here.residual, now.mu)
         merit = now.gamma * here.f + phi.value(here.residual, now.mu)
-        E = self._error(here, now)
-
         failures: list[BilevelError] = []
-
-        def direction() -> Tensor:
-            # gamma grad f + G, made where it is needed: it is not held while a trial is evaluated.
-            return (now.gamma * here.grad_f).add_(weight * here.grad_R)
 
         def trial(L: float) -> _Trial:
             # w_L = P_C(w - (mu/L) [gamma grad f + G])
-            moved = direction().mul_(now.mu / L)
+            moved = here.direction(now.gamma, weight).mul_(now.mu / L)
             w = C.project(torch.sub(here.w, moved, out=moved))
             del moved
             d = math.sqrt(sum(squared_distance(a, b) for a, b in ((w[:split], here.w[:split]), (w[split:], here.w[split:]))))
@@ -328,7 +327,7 @@ class IVSP(BilevelOptimizer):
         assert there is not None
         if accepted.step == 0.0:
             check_trials(failures, trials - 1)
-            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, direction(), C)
+            self._stalled = self._stalled or warn_of_stall(k + 1, trials, merit, here.w, here.direction(now.gamma, weight), C)
         updated = needs_update(there.residual, accepted.step, mu=now.mu, gamma=now.gamma, a=phi.a, c2=c["c2"])
         then = self._parameters(k + 1, t + updated)
         if c["fixed_L"] is None:
@@ -380,10 +379,10 @@ class IVSP(BilevelOptimizer):
 
     def _mapping(self, here: _Point, now: _Parameters, C: ConvexSet) -> float:
         """The gradient mapping that the first trial will have."""
-        scale = now.mu / self.memory["L_start"]
-        slope = smoothing_function(self.constants["smoothing"]).slope(here.residual, now.mu)
-        moved = C.project(here.w - scale * (now.gamma * here.grad_f + slope * here.grad_R)) - here.w
-        return float(norm(moved) / scale)
+        scale = float(now.mu / self.memory["L_start"])
+        weight = smoothing_function(self.constants["smoothing"]).slope(here.residual, now.mu)
+        moved = here.direction(now.gamma, weight).mul_(scale)
+        return math.sqrt(squared_distance(C.project(torch.sub(here.w, moved, out=moved)), here.w)) / scale
 
     def _accuracy(self, mapping: float, here: _Point, now: _Parameters) -> float:
         """The accuracy at which the gradient's error is a tenth of the mapping, or what rounding leaves of it."""
@@ -391,21 +390,27 @@ class IVSP(BilevelOptimizer):
         wanted = adapted_accuracy(mapping, now.mu, self._envelope, L_xy=self._L_xy, b=b, B_R=B_R)
         return max(wanted, _FLOOR * torch.finfo(here.w.dtype).eps * abs(here.lower))
 
-    def _sharpened(self, problem: BilevelProblem, here: _Point, now: _Parameters, C: ConvexSet) -> tuple[_Point, _Parameters]:
-        """Evaluate R at the current point more accurately where its error is more than a fifth of the step's promise."""
+    def _adapted(
+        self, problem: BilevelProblem, here: _Point, now: _Parameters, E: float, C: ConvexSet
+    ) -> tuple[_Point, _Parameters, float, float]:
+        """Evaluate R at the current point again where its error E is more than a fifth of the step's promise.
+
+        Returns:
+            The point with its parameters and its error, and the accuracy that the step from it needs.
+        """
         mapping = self._mapping(here, now, C)
-        if self._error(here, now) <= mapping / 5:
-            return here, now
-        zeta = self._accuracy(mapping, here, now)
-        if zeta >= now.zeta:
-            return here, now
+        needed = self._accuracy(mapping, here, now)
+        if mapping / 5 >= E or needed >= now.zeta:
+            return here, now, E, needed
         split = here.w.numel() - here.z.numel()
         lower, y = problem.at(here.w[:split]), here.w[split:]
-        z, halvings = self._prox(problem, lower, y, here.z, zeta)
+        z, halvings = self._prox(problem, lower, y, here.z, needed)
         gap = evaluate_gap(lower, y, z, self._envelope)
         grad_R = torch.cat([gap.grad_x, gap.grad_y])
-        sharper = replace(here, z=z, lower=gap.lower, residual=gap.residual, grad_R=grad_R, halvings=halvings)
-        return sharper, now._replace(zeta=zeta)
+        here = replace(here, z=z, lower=gap.lower, residual=gap.residual, grad_R=grad_R, halvings=halvings)
+        now = now._replace(zeta=needed)
+        E = self._error(here, now)
+        return here, now, E, self._accuracy(self._mapping(here, now, C), here, now)
 
     def _current(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float, unchanged: bool) -> _Point:
         """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
