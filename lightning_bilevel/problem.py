@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_bilevel.scalars import norm, total
+from lightning_bilevel.scalars import norm
 from lightning_bilevel.sets import ConvexSet, Free, Scaled
 
 __all__ = ["BilevelError", "BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "NonFiniteError", "Upper"]
@@ -281,11 +281,9 @@ class BilevelProblem:
                 totals = [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
         if self.reduce is not None:
             return self._sum_over_processes(name, totals, grads, inputs)
-        # The sum of a gradient is finite exactly when its entries are (in float64 it does not overflow on the way). One
-        # stack is one transfer from the device.
-        checks = [total(grad) for grad in grads if grad is not None]
-        known = torch.stack([*totals, *checks]).tolist()
-        _check_finite(name, known[: len(totals)], known[len(totals) :], inputs)
+        # One stack is one transfer from the device.
+        known = torch.stack([*totals, *(grad.sum() for grad in grads if grad is not None)]).tolist()
+        _check_finite(name, known[: len(totals)], known[len(totals) :], grads, inputs)
         return known[: len(totals)], grads
 
     def _sum_over_processes(
@@ -298,9 +296,9 @@ class BilevelProblem:
         parts = [v.new_zeros(v.numel()) if grad is None else grad for grad, v in zip(grads, inputs, strict=True)]
         buffer = self.reduce(torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)]))
         numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
-        known = torch.cat([numbers, torch.stack([total(part) for part in sums])]).tolist()
+        known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
         values, found, checks = known[: len(totals)], known[len(totals) : -len(sums)], known[-len(sums) :]
-        _check_finite(name, values, checks, inputs)
+        _check_finite(name, values, checks, sums, inputs)
         return values, [part.to(v.dtype) if flag else None for part, flag, v in zip(sums, found, inputs, strict=True)]
 
 
@@ -345,7 +343,7 @@ class LowerLevel:
         total = torch.stack(values).double().sum()
         if self.problem.reduce is not None:
             total = self.problem.reduce(total.reshape(1))
-        _check_finite("g", [float(total)], [], (self.x, z))
+        _check_finite("g", [float(total)], [], [], (self.x, z))
         return float(total)
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
@@ -443,10 +441,16 @@ def _check_scalar(name: str, value: Any) -> None:
         raise TypeError(f"{_NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a sum.")
 
 
-def _check_finite(name: str, values: list[float], grad_sums: list[float], inputs: tuple[Tensor, ...]) -> None:
-    # x - x is 0 for a finite number and NaN otherwise: one test for all of them.
-    if sum(v - v for v in (*values, *grad_sums)) == 0.0:
+def _check_finite(
+    name: str, values: list[float], sums: list[float], grads: Sequence[Tensor | None], inputs: tuple[Tensor, ...]
+) -> None:
+    # x - x is 0 for a finite number and NaN otherwise: one test for all of them. A gradient whose sum is finite is finite.
+    if sum(v - v for v in (*values, *sums)) == 0.0:
         return
-    wrong = next((f"value {v}" for v in values if v - v != 0.0), "gradient with NaN or infinite entries")
+    wrong = next((f"value {v}" for v in values if v - v != 0.0), None)
+    if wrong is None:
+        if all(grad is None or bool(grad.isfinite().all()) for grad in grads):
+            return  # the sum has overflowed where no entry has
+        wrong = "gradient with NaN or infinite entries"
     sizes = ", ".join(f"{norm(v.detach()):.3g}" for v in inputs)
     raise NonFiniteError(f"{_NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} {sizes}.")

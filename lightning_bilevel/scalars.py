@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["dot", "norm", "squared_distance", "total"]
+__all__ = ["dot", "norm", "squared_distance"]
 
 # On a CPU a longer vector is summed piece by piece: a product of that length is fetched from the system page by page, which takes
 # longer than its sum, while a piece stays in the cache.
@@ -28,11 +28,6 @@ def norm(a: Tensor) -> float:
 def squared_distance(a: Tensor, b: Tensor) -> float:
     r"""Return :math:`\|a - b\|^2`."""
     return float(_in_pieces(lambda a, b: (a - b).square_().sum(dtype=torch.float64), a, b))
-
-
-def total(a: Tensor) -> Tensor:
-    """Return the sum of the entries, on the vector's device."""
-    return _in_pieces(lambda a: a.sum(dtype=torch.float64), a)
 
 
 def _in_pieces(summed: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
