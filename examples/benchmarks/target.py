@@ -20,6 +20,7 @@ import yaml
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from examples.benchmarks.betty import Betty
 from examples.benchmarks.boat import Boat
 from examples.benchmarks.hypergradients import Higher, ImplicitCG, TorchOpt
 from examples.benchmarks.results import Curve, Row, Section, installed, skipped
@@ -29,7 +30,7 @@ from lightning_bilevel import BilevelError
 
 GRID = Path(__file__).parents[1] / "grids" / "mnist_target.yaml"
 TARGETS = (0.1, 0.01)
-PACKAGES = {"boat": "boat-torch", "higher": "higher", "torchopt": "torchopt"}
+PACKAGES = {"boat": "boat-torch", "higher": "higher", "torchopt": "torchopt", "betty": "betty-ml"}
 # The steps before an implicit gradient, which holds where y is stationary.
 IMPLICIT_STEPS = 20
 # IVSP comes first; all others may take so many times as long as it did.
@@ -54,7 +55,8 @@ def contender(name: str, settings: dict[str, Any], size: Size) -> tuple[Task, nn
     if how == "cg":
         implicit = ImplicitCG(task, IMPLICIT_STEPS, lr)
         return task, implicit.network, implicit.step
-    unrolled = (Higher if library == "higher" else TorchOpt)(task, int(how), lr)
+    kinds = {"higher": Higher, "torchopt": TorchOpt, "betty": Betty}
+    unrolled = kinds[library](task, int(how), lr)
     return task, unrolled.network, unrolled.step
 
 
