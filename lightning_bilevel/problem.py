@@ -348,24 +348,20 @@ class LowerLevel:
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
         """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
-        gradient = self._value_and_gradient(z, keep)[1]
-        if keep:
-            self._kept = z, z._version, gradient
-        return gradient
+        return self.value_and_gradient(z, keep)[1]
 
-    def value_and_gradient(self, z: Tensor) -> tuple[float, Tensor]:
-        """Return g(x, z) and the gradient of g(x, .) at z."""
-        return self._value_and_gradient(z)
-
-    def _value_and_gradient(self, z: Tensor, remember: bool = False) -> tuple[float, Tensor]:
+    def value_and_gradient(self, z: Tensor, keep: bool = False) -> tuple[float, Tensor]:
+        """Return g(x, z) and the gradient of g(x, .) at z, and keep it as :meth:`gradient` does."""
         problem = self.problem
         problem.calls = replace(problem.calls, lower=problem.calls.lower + 1)
         # A point on the way of an inner loop is not asked for again.
-        point = problem._point(z, remember)
+        point = problem._point(z, keep)
         terms = [lambda i=i, p=p: (problem._lower_term(i, p, point),) for i, p in enumerate(self._features)]
         values, (grad,) = problem._sum("g", terms, (point.leaf,), retain=point.body is not None)
         if grad is None:
             raise ValueError(_UNCOUPLED.format("lower-level function g"))
+        if keep:
+            self._kept = z, z._version, grad
         return values[0], grad
 
     def gap(self, y: Tensor, z: Tensor) -> Gap:
