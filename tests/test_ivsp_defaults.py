@@ -217,8 +217,9 @@ def test_random_problems_are_solved_without_a_constant(number: int) -> None:
 
 @pytest.mark.parametrize(("config", "given"), [("ivsp", "given: 0.5"), ("meha", "")])
 def test_probe_says_what_would_be_chosen_and_what_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, given: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: str, given: str
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-bilevel"])  # LightningCLI warns of arguments from two sides, pytest's being one
     file = Path(__file__).parents[1] / "configs" / "synthetic" / f"{config}.yaml"
     main(["probe", "--config", str(file), "--model.init_args.n=10", f"--trainer.default_root_dir={tmp_path}"])
     told = capsys.readouterr().out
@@ -228,3 +229,20 @@ def test_probe_says_what_would_be_chosen_and_what_is_given(
     assert given in rows["rho"]
     assert ("given" in told) == bool(given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_proximal_point_is_looked_for_where_y_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One stiff direction, which rho is chosen by; the others are flat, and in them the proximal point goes where y goes.
+    curvature = torch.cat([torch.tensor([100.0]), torch.full((19,), 0.1)]).double()
+
+    def inner_iterations() -> int:
+        x, y = torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+        problem = BilevelProblem(
+            lambda x, y: ((y - 1.0) ** 2).sum() + (x**2).sum(), lambda x, y: (curvature * (y - x) ** 2).sum() / 2
+        )
+        solver = IVSP(groups(x, y))
+        return sum(solver.step(problem=problem).inner_iterations for _ in range(40))
+
+    moved = inner_iterations()
+    monkeypatch.setattr(IVSP, "_near", lambda self, problem, here, w, split: here.z)
+    assert moved < 0.8 * inner_iterations()
