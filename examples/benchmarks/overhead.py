@@ -67,12 +67,12 @@ class Stopwatch:
             setattr(problem, name, self.timed(getattr(problem, name)))
 
     def timed(self, evaluate: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if self.running:
-                return evaluate(*args)
+                return evaluate(*args, **options)
             self.running, began = True, time.perf_counter()
             try:
-                found = evaluate(*args)
+                found = evaluate(*args, **options)
             finally:
                 self.running = False
                 self.seconds += time.perf_counter() - began

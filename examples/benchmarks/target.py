@@ -85,6 +85,11 @@ def time_to(curve: Curve, target: float) -> float | None:
     return next((x for x, y in zip(curve.xs, curve.ys, strict=True) if y <= target), None)
 
 
+def last(curve: Curve) -> float:
+    """Return the loss that a run has come to in the end: one that was good before it diverged is not."""
+    return curve.ys[-1] if curve.ys else math.inf
+
+
 def run(size: Size) -> Section:
     rows, curves, limited = [], [], size
     for name, (settings, *_) in yaml.safe_load(GRID.read_text()).items():
@@ -96,11 +101,11 @@ def run(size: Size) -> Section:
         if name == "ivsp" and (mine := time_to(curve, TARGETS[-1])) is not None:
             limited = replace(size, seconds=min(size.seconds, PATIENCE * mine))
         curves.append(Curve("IVSP" if name == "ivsp" else name, curve.xs, curve.ys))
-        last = f"{curve.ys[-1]:.3g} after {curve.xs[-1]:.3g} s, {len(curve.xs)} iterations" if curve.xs else "it diverged at once"
+        end = f"{last(curve):.3g} after {curve.xs[-1]:.3g} s, {len(curve.xs)} iterations" if curve.xs else "it diverged at once"
         for target in TARGETS:
             time = time_to(curve, target)
             # What was not reached is no number, and says how far it came.
-            rows.append(Row(f"{name}: time to {target}", time, "s", note="" if time else last))
+            rows.append(Row(f"{name}: time to {target}", time, "s", note="" if time else end))
     return Section("Time to a validation loss, MNIST hyper-cleaning", rows + verdicts(curves, limited.seconds), curves)
 
 
@@ -132,9 +137,9 @@ def main() -> None:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         found = [(descent(name, settings, Size(seconds=TUNING)), settings) for settings in candidates]
-        for curve, settings in sorted(found, key=lambda pair: min(pair[0].ys, default=math.inf)):
+        for curve, settings in sorted(found, key=lambda pair: last(pair[0])):
             reached = [time_to(curve, target) for target in TARGETS]
-            print(f"{name:12s} {min(curve.ys, default=math.inf):10.4g} {reached} {len(curve.xs)} {settings}", flush=True)
+            print(f"{name:12s} {last(curve):10.4g} {reached} {len(curve.xs)} {settings}", flush=True)
 
 
 if __name__ == "__main__":
