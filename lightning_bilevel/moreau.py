@@ -21,6 +21,7 @@ from lightning_bilevel.scalars import dot, norm, squared_distance
 from lightning_bilevel.sets import ConvexSet
 
 __all__ = ["Envelope", "InnerLoopError", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
+__all__ += ["projected_step", "slope_of_psi"]
 
 # A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
 _DIVERGED = 10.0
@@ -156,8 +157,8 @@ def inexact_prox(
                 raise
             too_long = True
         else:
-            direction = _slope_of_psi(slope, z, y, envelope.rho)
-            new = _step(z, direction, eta, lower_set)
+            direction = slope_of_psi(slope, z, y, envelope.rho)
+            new = projected_step(z, direction, eta, lower_set)
             residual = math.sqrt(squared_distance(z, new)) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
@@ -224,12 +225,12 @@ def precise_prox(
     slope = direction = lower.gradient(z)
     noise = _NOISE * torch.finfo(y.dtype).eps
     for _ in range(max_iterations):
-        new = _step(z, direction, eta, lower_set)
+        new = projected_step(z, direction, eta, lower_set)
         length = math.sqrt(squared_distance(new, z))
         if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
             return z
         new_slope = lower.gradient(new)
-        new_direction = _slope_of_psi(new_slope, new, y, rho)
+        new_direction = slope_of_psi(new_slope, new, y, rho)
         if _curvature(new, new_direction, z, direction) <= 1 / eta:
             z, slope, direction = new, new_slope, new_direction
         else:
@@ -240,13 +241,15 @@ def precise_prox(
     )
 
 
-def _slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
-    """The gradient of psi, in one vector: memory that is new to the process costs more than arithmetic in it."""
+def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
+    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the first part."""
+    # In one vector: memory that is new to the process costs more than arithmetic in it.
     away = torch.sub(z, y)
     return torch.add(slope, away, alpha=1 / rho, out=away)
 
 
-def _step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
+def projected_step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
+    r"""Return :math:`P_Y(z - \eta d)`."""
     return lower_set.project(torch.sub(z, direction, alpha=eta))
 
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_bilevel.moreau import projected_step, slope_of_psi
 from lightning_bilevel.problem import BilevelProblem, LowerLevel
 from lightning_bilevel.scalars import norm
 from lightning_bilevel.schedule import Power, stored, value_at
@@ -22,13 +24,13 @@ _GROWING = Power(1.0, 0.25)
 
 def prox_step(lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet) -> Tensor:
     r"""Return :math:`\theta^+ = P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
-    return lower_set.project(theta - eta * (lower.gradient(theta) + (theta - y) / gamma))
+    return projected_step(theta, slope_of_psi(lower.gradient(theta), theta, y, gamma), eta, lower_set)
 
 
 def bracket_x(problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float) -> Tensor:
     r"""Return :math:`d_x = \nabla_x f(x, y)/c + \nabla_x g(x, y) - \nabla_x g(x, \theta)`."""
     _, gap_x = lower.gap_x(y, theta)
-    return problem.upper_x(lower.x, y) / c + gap_x
+    return torch.add(gap_x, problem.upper_x(lower.x, y), alpha=1 / c)
 
 
 def bracket_y(
@@ -37,7 +39,7 @@ def bracket_y(
     r"""Return :math:`d_y = \nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, with the values of f and g."""
     f, f_y = problem.upper_y(lower.x, y)
     g, g_y = lower.value_and_gradient(y)
-    return f_y / c + g_y - (y - theta) / gamma, f, g
+    return torch.add(g_y, f_y, alpha=1 / c).sub_(y - theta, alpha=1 / gamma), f, g
 
 
 class MEHA(BilevelOptimizer):
@@ -103,11 +105,11 @@ class MEHA(BilevelOptimizer):
         # g(x, .) is where the last iteration left it, with what depends on x alone.
         here = self._lower if unchanged and self._lower is not None else problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
-        x_new = X.project(x - alpha * bracket_x(problem, here, y, theta, c))
+        x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, X)
         # y moves at the new x.
         there = problem.at(x_new)
         d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
-        y_new = Y.project(y - beta * d_y)
+        y_new = projected_step(y, d_y, beta, Y)
         self._lower = there
         self.memory["theta"] = theta
         for group in self.param_groups:
