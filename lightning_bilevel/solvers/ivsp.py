@@ -303,7 +303,7 @@ class IVSP(BilevelOptimizer):
             del moved
             d = math.sqrt(sum(squared_distance(a, b) for a, b in ((w[:split], here.w[:split]), (w[split:], here.w[split:]))))
             try:
-                there = self._evaluate(problem, w, split, self._near(problem, here, w, split), zeta_next, trial=True)
+                there = self._evaluate(problem, w, split, here.z, zeta_next, trial=True)
             except (NonFiniteError, InnerLoopError) as error:
                 # A shorter step may lead to where g can be evaluated; an inner loop that fails again and again cannot.
                 failures.append(error)
@@ -411,13 +411,6 @@ class IVSP(BilevelOptimizer):
         now = now._replace(zeta=needed)
         E = self._error(here, now)
         return here, now, E, self._accuracy(self._mapping(here, now, C), here, now)
-
-    def _near(self, problem: BilevelProblem, here: _Point, w: Tensor, split: int) -> Tensor:
-        """Guess the proximal point at w: the current one, or where IVSP chooses for itself the current one moved along with y.
-
-        With z = y - rho grad g(x, z) and rho below 1/L_yy, the proximal point follows y but for a part of at most rho L_yy.
-        """
-        return problem.lower_set.project(here.z + (w[split:] - here.w[split:])) if self.adaptive else here.z
 
     def _current(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float, unchanged: bool) -> _Point:
         """Return what is known at the current point: from the last iteration, from a checkpoint, or evaluated anew."""
