@@ -19,9 +19,13 @@ def draw(sections: Mapping[str, Section], path: Path) -> None:
     there = [name for name in panels if name in sections]
     if not there:
         return
-    figure = Figure(figsize=(4.2 * len(there), 3.4), layout="constrained")
-    for axis, name in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
+    columns, rows = min(2, len(there)), (len(there) + 1) // 2
+    figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, name in zip(axes, there, strict=False):
         panels[name](axis, sections[name])
+    for axis in axes[len(there) :]:
+        axis.set_axis_off()
     figure.savefig(path, dpi=150)
 
 
@@ -46,7 +50,7 @@ def losses(axis: Any, section: Section) -> None:
         axis.axhline(target, color="0.7", linewidth=0.8, zorder=0)
     axis.set_title("validation loss, MNIST hyper-cleaning", fontsize=10)
     axis.set_xlabel("seconds of optimisation")
-    axis.legend(fontsize=5, ncols=2)
+    axis.legend(fontsize=5.5, ncols=2)
 
 
 def memory(axis: Any, section: Section) -> None:
