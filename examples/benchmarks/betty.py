@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.boat import Weights
+from examples.benchmarks.boat import Weights, lower_loss, upper_loss
 from examples.benchmarks.tasks import Task
 
 
@@ -29,12 +28,11 @@ class Betty:
 
         class Upper(ImplicitProblem):  # type: ignore[misc]
             def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
-                return cross_entropy(self.lower(batch[0]), batch[1])
+                return upper_loss({"images": batch[0], "labels": batch[1]}, self.module, self.lower)
 
         class Lower(ImplicitProblem):  # type: ignore[misc]
             def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
-                losses = cross_entropy(self.module(batch[0]), batch[1], reduction="none")
-                return (self.upper.module.logits.sigmoid() * losses).mean()
+                return lower_loss({"images": batch[0], "labels": batch[1]}, self.upper.module, self.module)
 
         self.network, self.steps = task.build().classifier, steps
         weights = Weights(len(task.data.lower[0]))
