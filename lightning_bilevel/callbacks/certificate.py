@@ -28,7 +28,7 @@ class CertificateReport(Callback):
 
     It is printed as a table with its reading and advice, stands in ``trainer.callback_metrics`` and with the loggers (in
     TensorBoard as text, and as a line of the HParams table), and is saved as ``certificate.json`` in the folder of the
-    checkpoints, or of the logs where there are none.
+    checkpoints; where there are none, in that of the logs; without a logger, in the Trainer's ``default_root_dir``.
 
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and 1e-5
@@ -66,7 +66,7 @@ class CertificateReport(Callback):
             publish(trainer, metrics, iteration)
             show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)  # indented: as it stands, in Markdown
             final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
-            self._save(trainer, title, optimizer)
+            self._save(trainer, run_folder(trainer), title, optimizer)
         final["bilevel/optimization_time"] = optimizer.memory["optimization_time"]
         show_hyperparameters(trainer, _parameters(pl_module, optimizer), final, iteration)
 
@@ -83,9 +83,9 @@ class CertificateReport(Callback):
         print(f"\n{text}")
 
     @rank_zero_only
-    def _save(self, trainer: Trainer, title: str, optimizer: BilevelOptimizer) -> None:
-        folder, checkpoints = run_folder(trainer), getattr(trainer.checkpoint_callback, "dirpath", None)
-        if folder is None or self.certificate is None or not (checkpoints or trainer.loggers):
+    def _save(self, trainer: Trainer, folder: Path | None, title: str, optimizer: BilevelOptimizer) -> None:
+        checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if folder is None or self.certificate is None:
             return
         path = Path(checkpoints or folder) / "certificate.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway, run_folder
 from lightning_bilevel.callbacks.tensorboard import show_figure
+from lightning_bilevel.files import write_whole
 from lightning_bilevel.kkt import Certificate
 from lightning_bilevel.moreau import Envelope
 
@@ -82,11 +83,13 @@ class ConvergencePlot(CertificateMonitor):
         self.series: dict[str, list[list[float]]] = {}
         self.stride = 1
         self._drawn = 0.0
+        self._folder: Path | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._drawn = time.monotonic()
+        self._folder = run_folder(trainer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -138,16 +141,13 @@ class ConvergencePlot(CertificateMonitor):
     @rank_zero_only
     def _draw(self, trainer: Trainer, iteration: int) -> None:
         self._drawn = time.monotonic()
-        folder = run_folder(trainer)
-        if folder is None:
+        if self._folder is None:
             return
         from matplotlib.image import imsave
 
         pixels = draw(self.series)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Under another name first: who has the picture open never sees half of one.
-        imsave(folder / "convergence.tmp", pixels, format="png")
-        Path(folder / "convergence.tmp").replace(folder / "convergence.png")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._folder / "convergence.png", lambda file: imsave(file, pixels, format="png"))
         show_figure(trainer, "convergence", pixels, iteration)
 
 

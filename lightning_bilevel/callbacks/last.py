@@ -36,8 +36,9 @@ class LastCheckpoint(ModelCheckpoint):
     that was killed needs the same call and nothing else. A run that starts anew in the same folder leaves the file of the other
     one and writes ``last-v1.ckpt``; the latest is the last.
 
-    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended; a second Ctrl-C ends it at
-    once, with the state that was saved before. An error also saves the last point that was reached.
+    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended. A second signal ends the run at
+    once, with the state that was saved before, and so does the first one before the first iteration and after the last, where
+    there is no iteration to finish. An error also saves the last point that was reached.
 
     Args:
         dirpath: The folder.
@@ -48,7 +49,8 @@ class LastCheckpoint(ModelCheckpoint):
         super().__init__(dirpath, save_top_k=0, save_last=True)
         self.interval = seconds(interval)
         self._saved_at: float | None = None
-        self._told: int | None = None
+        self._received: int | None = None
+        self._iterating = False
         self._handlers: dict[int, Any] = {}
 
     @override
@@ -68,12 +70,19 @@ class LastCheckpoint(ModelCheckpoint):
                 ) from error
 
     @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._listen()
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved_at, self._told = time.monotonic(), None
+        self._listen()
+        self._saved_at, self._received = time.monotonic(), None
         # What a loaded checkpoint holds need not be saved again.
         self._last_global_step_saved = trainer.global_step
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._iterating = True
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -83,9 +92,13 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _is_ending(trainer):
+            # Other callbacks may take long in `on_train_end`, which comes before ours: what happens there loses nothing.
+            self._save_if_due(trainer, final=True)
+            self._iterating = False
         # Resumed from here, Lightning counts a batch too many on the loggers' axis of validations: only where there is no other
         # place.
-        if trainer.num_training_batches == 1:
+        elif trainer.num_training_batches == 1:
             self._save_if_due(trainer)
 
     @override
@@ -94,12 +107,17 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The step is that of the save before, but the other callbacks have come to their end since.
+        self._last_global_step_saved = -1
         self._save(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        began, self._saved_at = self._saved_at is not None, None
+        began, self._saved_at, self._iterating = self._saved_at is not None, None, False
         self._release()
         # Of a run that has not begun there is nothing to save over what is there. A Ctrl-C may come in the middle of a step, and
         # another process may be gone: only an error of the solver is sure to come to all of them, and between two points.
@@ -107,10 +125,10 @@ class LastCheckpoint(ModelCheckpoint):
         if began and whole and not isinstance(exception, CheckpointError):
             self._save(trainer)
 
-    def _save_if_due(self, trainer: Trainer) -> None:
+    def _save_if_due(self, trainer: Trainer, final: bool = False) -> None:
         assert self._saved_at is not None
-        due = time.monotonic() - self._saved_at >= self.interval
-        interrupted, terminated = self._told == signal.SIGINT, self._told == signal.SIGTERM
+        due = final or time.monotonic() - self._saved_at >= self.interval
+        interrupted, terminated = self._received == signal.SIGINT, self._received == signal.SIGTERM
         if trainer.world_size > 1:
             due, interrupted, terminated = any_of((due, interrupted, terminated), trainer.strategy.root_device)
         if due or interrupted or terminated:
@@ -131,12 +149,25 @@ class LastCheckpoint(ModelCheckpoint):
             raise CheckpointError(f"the checkpoint {self.last_model_path} could not be written ({error}): {kept}.") from error
         self._saved_at = time.monotonic()
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self._told is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._told = number
+    def _listen(self) -> None:
+        """Take SIGINT and SIGTERM over from Lightning, whose own handler waits for the other processes."""
+        if not self._handlers and threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if not self._iterating or self._received is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SIGTERMException
+        self._received = number
 
     def _release(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            if signal.getsignal(number) == self._receive:  # after a run, Lightning has put back what was there before it
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
         self._handlers = {}
+
+
+def _is_ending(trainer: Any) -> bool:
+    """Tell at the end of an epoch whether the run ends with it; Lightning's own `fit_loop.done` prints and counts as well."""
+    steps, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
+    limits = ((steps, trainer.max_steps), (epochs, trainer.max_epochs))
+    return trainer.should_stop or any(0 <= limit <= reached for reached, limit in limits if limit is not None)

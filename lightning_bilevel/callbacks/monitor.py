@@ -49,7 +49,10 @@ def usual_tolerance(trainer: Trainer) -> float:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return where a run's files go, or None for a trial run of a few steps that leaves none."""
+    """Return where a run's files go, or None for a trial run of a few steps that leaves none.
+
+    All processes must ask: the first one's logger knows the folder and tells the others.
+    """
     folder = trainer.log_dir
     return None if trainer.fast_dev_run or folder is None else Path(folder)  # type: ignore[attr-defined]
 
