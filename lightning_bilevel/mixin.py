@@ -4,54 +4,55 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+import warnings
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateMonitor, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_bilevel.checkpoints import KEY as CHECKPOINT_KEY
 from lightning_bilevel.checkpoints import check_record, record
-from lightning_bilevel.data.fullbatch import Chunks, as_chunks
-from lightning_bilevel.evaluation import Declared, ModuleFunctions, parameters_of
+from lightning_bilevel.data.fullbatch import Chunks, FullBatchDataModule, as_chunks
+from lightning_bilevel.declaration import Declaration, Level, Sets
+from lightning_bilevel.evaluation import Declared, ModuleFunctions
 from lightning_bilevel.kkt import Certificate, certify
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelError, BilevelProblem
+from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls
 from lightning_bilevel.processes import agree, check_parts, part_of, total
-from lightning_bilevel.sets import ConvexSet, Free, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp import IVSP
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
 
-Sets = ConvexSet | Sequence[ConvexSet]
 
-
-@dataclass
-class _Declaration:
-    upper: list[nn.Parameter]
-    lower: list[nn.Parameter]
-    upper_set: ConvexSet
-    lower_set: ConvexSet
-    units: tuple[float, float]
-    solver: SolverCallable
-    envelope: Envelope | None
-    qualification: str | Callable[[Envelope], str]
-
-    def groups(self) -> list[dict[str, Any]]:
-        return [{"params": self.upper, "level": "upper"}, {"params": self.lower, "level": "lower"}]
+# Buffers that change the losses are updated until the losses change by less than that, or so often.
+_SETTLED, _MAX_UPDATES = 1e-6, 30
 
 
 @dataclass
 class _Current:
-    """The problem of the batch that is being trained on, and what tells that batch from another."""
+    """The problem of the batch that is being trained on, and what tells that batch from another.
+
+    Attributes:
+        contents: The leaves of the batch.
+        batch: What this process evaluates of it.
+        problem: f and g on it.
+        scaled: The same in the units of the solver.
+    """
 
     contents: list[tuple[Any, int]]
+    batch: Any
     problem: BilevelProblem
     scaled: BilevelProblem
 
@@ -59,6 +60,15 @@ class _Current:
         return len(contents) == len(self.contents) and all(
             a is b and version == other for (a, version), (b, other) in zip(contents, self.contents, strict=True)
         )
+
+
+@dataclass
+class _Restored:
+    """The last point of a run and its buffers, while the module shows an earlier one, and the multiplier of that one."""
+
+    point: tuple[Tensor, Tensor]
+    buffers: dict[str, Tensor]
+    multiplier: float
 
 
 @dataclass
@@ -186,27 +196,29 @@ class BilevelMixin:
         for name, unit in (("upper_unit", upper_unit), ("lower_unit", lower_unit)):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{type(self).__name__}.declare({name}={unit})` must be positive and finite.")
-        levels = []
-        for name, declared, sets in (("upper", upper, upper_set), ("lower", lower, lower_set)):
-            items = parameters_of(declared)
-            parameters = [p for item in items for p in item]
-            if not parameters:
-                raise ValueError(f"`{type(self).__name__}.declare({name}=...)` has no trainable parameter.")
-            known = {id(p) for p in module.parameters()}
-            if any(id(p) not in known for p in parameters):
-                raise ValueError(f"`{type(self).__name__}.declare({name}=...)` has a parameter that is not the module's own.")
-            levels.append((parameters, _set_of(f"{type(self).__name__}.declare({name}_set=...)", sets, items)))
-        (x, x_set), (y, y_set) = levels
-        self._declaration = _Declaration(x, y, x_set, y_set, (upper_unit, lower_unit), solver, envelope, qualification)
+        call = f"{type(self).__name__}.declare"
+        levels = Level(call, "upper", upper, upper_set), Level(call, "lower", lower, lower_set)
+        known = {id(p) for p in module.parameters()}
+        for level in levels:
+            if any(id(p) not in known for p in level.parameters):
+                raise ValueError(f"`{call}({level.name}=...)` has a parameter that is not the module's own.")
+        self._declaration = Declaration(*levels, (upper_unit, lower_unit), solver, envelope, qualification)
         # Built once to refuse bad arguments here, before any data are loaded; the solver of a run is built when it starts.
-        solver(self._declaration.groups())
+        self._solver: BilevelOptimizer = solver(self._declaration.groups())
+        self._restored: _Restored | None = None
+        self.last_step: StepInfo | None = None
+        self._forget_run()
+        module.automatic_optimization = False
+
+    def _forget_run(self) -> None:
+        """Drop what was made for the batches and the buffers of a run."""
         self._current: _Current | None = None
         self._evaluated: _Evaluated | None = None
-        self.last_step: StepInfo | None = None
+        self._functions: ModuleFunctions | None = None
+        self._whole_batch_everywhere = False
+        self._buffers_matter = False
         # Seconds that certificates have taken since the start of fit.
         self.evaluation_time = 0.0
-        self._monitored = False
-        module.automatic_optimization = False
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}`` as functions of flat x and y."""
@@ -217,7 +229,7 @@ class BilevelMixin:
                 f'`{type(self).__name__}` was given {got} as a training batch: it must be {{"upper": ..., "lower": ...}}, as a '
                 "CombinedLoader over two loaders or a FullBatchDataModule gives it."
             )
-        functions = ModuleFunctions(self._module(), declared.upper, declared.lower)
+        functions = self._functions = ModuleFunctions(self._module(), declared.upper.parameters, declared.lower.parameters)
         upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
 
         def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
@@ -228,49 +240,64 @@ class BilevelMixin:
         return BilevelProblem(
             terms(functions.function, "upper_loss", upper),
             terms(make, "lower_loss", lower),
-            declared.upper_set,
-            declared.lower_set,
+            declared.upper.feasible,
+            declared.lower.feasible,
             encoder=[functions.encoder("lower_features", part) for part in lower.batches] if encoded else None,
             body=[functions.body("lower_outputs", part) for part in lower.batches] if split else None,
         )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration."""
-        optimizer = cast(Any, self._module().optimizers())
-        info: StepInfo = optimizer.step(problem=self._problem_on(batch).scaled)
+        if any(level.has_changed() for level in self._declared().levels):
+            raise MisconfigurationException(
+                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a run, whose vectors x and y "
+                "have a fixed length. Freeze before `Trainer.fit`; to train others, call it once more."
+            )
+        info: StepInfo = self._optimizer().step(problem=self._problem_on(batch).scaled)
         self.last_step = info
-        trainer: Any = self._module().trainer
-        logged = is_logged(trainer, info.iteration)
-        if logged or self._monitored:
-            metrics = info.metrics()
-            # What EarlyStopping and ModelCheckpoint look at; `self.log` takes milliseconds for the same.
-            trainer.callback_metrics.update(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
-        if logged:
-            self._check_agreement(trainer, info.iteration)
-            for logger in trainer.loggers if trainer.is_global_zero else []:
-                logger.log_metrics(metrics, step=info.iteration)
+        self._update_buffers()
+        self._publish(info)
+
+    def on_train_epoch_end(self) -> None:
+        """Notice a training step that is not ours."""
+        if self._solver.memory["iteration"] == 0:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: it must call "
+                "`super().training_step(batch, batch_idx)`, or be left out."
+            )
+        super().on_train_epoch_end()  # type: ignore[misc]
 
     def configure_optimizers(self) -> BilevelOptimizer:
         """Make the solver."""
         declared, module = self._declared(), self._module()
         self._check_trainer()
-        ours = {id(p) for p in (*declared.upper, *declared.lower)}
+        for level in declared.levels:
+            level.resolve()
+        ours = {id(p) for level in declared.levels for p in level.parameters}
         forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in ours]
         if forgotten:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
                 "parameter belongs to one level; a constant has `requires_grad=False`."
             )
-        self._current = self._evaluated = None
-        self.evaluation_time = 0.0
-        callbacks: Any = cast(Any, module.trainer).callbacks
-        self._monitored = any(str(getattr(callback, "monitor", "")).startswith("bilevel/") for callback in callbacks)
-        return declared.solver(declared.groups())
+        self._forget_run()
+        self._restored = self.last_step = None
+        if module._compiler_ctx is not None:
+            # Of a compiled module Lightning compiles the training step, which is the solver: its decisions would take minutes to
+            # trace. What `forward` does stays compiled.
+            vars(module).pop("training_step", None)
+        self._solver = declared.solver(declared.groups())
+        return self._solver
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say in the checkpoint which solver and which problem it is of."""
-        declared = self._declared()
-        checkpoint[CHECKPOINT_KEY] = record(declared.solver(declared.groups()))
+        self._declared()
+        checkpoint[CHECKPOINT_KEY] = record(self._solver)
+        if self._restored is not None:
+            # The weights are those of the best point; the run goes on from its last one.
+            x, y = self._restored.point
+            checkpoint[CHECKPOINT_KEY]["last"] = {"upper": x, "lower": y, "buffers": self._restored.buffers}
+        _leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -279,21 +306,49 @@ class BilevelMixin:
         The Trainer converts the module only after it has loaded the weights.
         """
         declared, trainer = self._declared(), self._module()._trainer
+        for level in declared.levels:
+            level.resolve()
+        resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
-            resumes = trainer.state.fn == TrainerFn.FITTING
             check_record(type(self).__name__, checkpoint, declared.solver(declared.groups()), resumes=resumes)
             if trainer.precision == "64-true":
                 self._module().double()
+        last = checkpoint.get(CHECKPOINT_KEY, {}).get("last")
+        if resumes and last is not None:
+            self._write_into(checkpoint["state_dict"], last)
+        elif not resumes:
+            self._load_solver(checkpoint)
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+
+    def _write_into(self, state_dict: dict[str, Any], last: dict[str, Any]) -> None:
+        """Write the last point of a run into the weights of its checkpoint."""
+        # A shared parameter has several names there.
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module().named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for level in self._declared().levels:
+            blocks = torch.split(last[level.name], [p.numel() for p in level.parameters])
+            for parameter, block in zip(level.parameters, blocks, strict=True):
+                state_dict.update(dict.fromkeys(names[id(parameter)], block.view_as(parameter)))
+        state_dict.update({name: buffer for name, buffer in last["buffers"].items() if name in state_dict})
+
+    def _load_solver(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the constants and the multiplier of the run that a checkpoint is of, for its certificate."""
+        states, declared = checkpoint.get("optimizer_states"), self._declared()
+        solver = declared.solver(declared.groups())
+        if states and checkpoint.get(CHECKPOINT_KEY, {}).get("solver") == type(solver).__name__:
+            solver.load_state_dict(states[0])
+            self._solver = solver
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = cast(dict[str, Any], super().__getstate__())
+        # Functions of a batch cannot be pickled, and are made anew for the next one.
+        return {**state, "_current": None, "_evaluated": None, "_functions": None}
 
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the certificate, in y: that of the solver, or the declared one."""
-        declared = self._declared()
-        return self._envelope_with(declared.solver(declared.groups()))
-
-    def _envelope_with(self, solver: BilevelOptimizer) -> Envelope | None:
-        declared, own = self._declared(), solver.envelope
+        declared, own = self._declared(), self._solver.envelope
         if own is None:
             return declared.envelope
         # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
@@ -303,17 +358,37 @@ class BilevelMixin:
     @property
     def point(self) -> tuple[Tensor, Tensor]:
         """The current x and y, each as one flat vector of its own."""
-        declared = self._declared()
-        x, y = (torch.cat([p.detach().reshape(-1) for p in level]) for level in (declared.upper, declared.lower))
-        return x.clone(), y.clone()
+        upper, lower = self._declared().levels
+        return upper.read(), lower.read()
 
     @point.setter
     def point(self, point: tuple[Tensor, Tensor]) -> None:
-        declared = self._declared()
-        with torch.no_grad():
-            for level, vector in zip((declared.upper, declared.lower), point, strict=True):
-                for parameter, block in zip(level, torch.split(vector, [p.numel() for p in level]), strict=True):
-                    parameter.copy_(block.view_as(parameter))
+        for level, vector in zip(self._declared().levels, point, strict=True):
+            level.write(vector)
+
+    @property
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that training writes to, by name, such as the running statistics of batch normalisation."""
+        written = {id(buffer) for buffer in self._functions.written_buffers} if self._functions is not None else set()
+        return {name: buffer.detach().clone() for name, buffer in self._module().named_buffers() if id(buffer) in written}
+
+    def restore(self, point: tuple[Tensor, Tensor], multiplier: float, buffers: dict[str, Tensor] | None = None) -> None:
+        """Write a point that the run has come by, and end with it; a checkpoint still goes on from where the run was.
+
+        Args:
+            point: x and y.
+            multiplier: The multiplier that belongs to them.
+            buffers: The buffers that belong to them, see :attr:`written_buffers`.
+        """
+        self._restored = _Restored(self.point, self.written_buffers, multiplier)
+        x, y = (new.to(old) for new, old in zip(point, self._restored.point, strict=True))
+        self.point = x, y
+        self._write_buffers(buffers or {})
+
+    def _write_buffers(self, buffers: dict[str, Tensor]) -> None:
+        for name, buffer in self._module().named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
 
     def certify(
         self, *, batch: Any = None, envelope: Envelope | None = None, tolerance: float | None = None
@@ -329,26 +404,28 @@ class BilevelMixin:
         if batch is not None:
             self._problem_on(batch)
         if self._current is None:
-            raise RuntimeError(f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit`.")
-        # The solver of the run, not one made anew: after a resume its constants are the checkpoint's.
-        optimizer = cast(Any, self._module().optimizers()).optimizer
-        envelope = envelope or self._envelope_with(optimizer)
+            raise RuntimeError(
+                f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit` in the same process, or "
+                "give it one, `certify(batch=...)`."
+            )
+        envelope = envelope or self.envelope
         if envelope is None:
             return None
-        given, point = (self._current.problem, envelope, tolerance, optimizer.multiplier), self.point
+        multiplier = self._solver.multiplier if self._restored is None else self._restored.multiplier
+        given, point = (self._current.problem, envelope, tolerance, multiplier), self.point
         if self._evaluated is None or not self._evaluated.serves(given, point):
             began, known = time.perf_counter(), declared.qualification
             certificate = certify(
                 self._current.problem,
                 *point,
                 envelope,
-                multiplier=optimizer.multiplier,
+                multiplier=multiplier,
                 tolerance=tolerance,
                 qualification=known if isinstance(known, str) else known(envelope),
             )
             # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
             self.evaluation_time += self._current.problem.agreed(time.perf_counter() - began, point[0])
-            self._evaluated = _Evaluated(given, point, certificate, optimizer.memory["iteration"])
+            self._evaluated = _Evaluated(given, point, certificate, self._solver.memory["iteration"])
         return self._evaluated.certificate
 
     def problem_in_units(self, batch: Any) -> tuple[BilevelProblem, float, float]:
@@ -369,8 +446,8 @@ class BilevelMixin:
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)
 
-    def _declared(self) -> _Declaration:
-        declared: _Declaration | None = getattr(self, "_declaration", None)
+    def _declared(self) -> Declaration:
+        declared: Declaration | None = getattr(self, "_declaration", None)
         if declared is None:
             raise MisconfigurationException(
                 f"`{type(self).__name__}` has not declared its levels: call `self.declare(upper=..., lower=...)` at the end of "
@@ -378,26 +455,58 @@ class BilevelMixin:
             )
         return declared
 
+    def _optimizer(self) -> Any:
+        """Return the solver as Lightning wraps it; a step through that wrapper is what it counts."""
+        module = self._module()
+        optimizer: Any = module.optimizers()
+        if module.automatic_optimization or not isinstance(getattr(optimizer, "optimizer", None), BilevelOptimizer):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` must leave `automatic_optimization` at False, and its `configure_optimizers` must "
+                "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel problem. "
+                "Name the solver in `declare(solver=...)`."
+            )
+        return optimizer
+
+    def _publish(self, info: StepInfo) -> None:
+        """Give the record of a step to callbacks; and, where its turn has come, to loggers and progress bar."""
+        trainer: Any = self._module().trainer
+        metrics = info.metrics()
+        # `self.log` takes milliseconds for the same.
+        values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
+        trainer.callback_metrics.update(values)
+        if is_logged(trainer, info.iteration):
+            self._check_agreement(trainer, info.iteration)
+            trainer.logged_metrics.update(values)
+            trainer.progress_bar_metrics.update({name: metrics[name] for name in info.SHOWN if name in metrics})
+            for logger in trainer.loggers if trainer.is_global_zero else []:
+                logger.log_metrics(metrics, step=info.iteration)
+
     def _problem_on(self, batch: Any) -> _Current:
         contents = list(_contents(batch))
         if self._current is None or not self._current.serves(contents):
-            declared, point = self._declared(), None
-            if self._current is None:
-                levels = ((declared.upper, declared.upper_set), (declared.lower, declared.lower_set))
-                x, y = (of.project(torch.cat([p.detach().reshape(-1) for p in level])) for level, of in levels)
-                point = x, y
-            problem = self._problem_of_all(batch, point)
-            if point is not None:
-                problem.check(*point)
-            self._current = _Current(contents, problem, problem.in_units(*declared.units))
+            first = self._current is None
+            self._current = self._made_for(batch, contents, self._feasible_point() if first else None)
+            if first:
+                self._look_at_buffers()
         return self._current
 
-    def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> BilevelProblem:
-        """The problem on a batch, shared by all processes of the Trainer; checked at a point if there is one."""
+    def _feasible_point(self) -> tuple[Tensor, Tensor]:
+        x, y = (level.feasible.project(level.read()) for level in self._declared().levels)
+        return x, y
+
+    def _made_for(self, batch: Any, contents: list[tuple[Any, int]], point: tuple[Tensor, Tensor] | None) -> _Current:
+        """Make the problem on a batch; if there is a point, check it there."""
+        problem, part = self._problem_of_all(batch, point)
+        if point is not None:
+            problem.check(*point)
+        return _Current(contents, part, problem, problem.in_units(*self._declared().units))
+
+    def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> tuple[BilevelProblem, Any]:
+        """Return the problem on a batch, shared by all processes of the Trainer, and what this process evaluates of the batch."""
         trainer, whole = self._module()._trainer, self.bilevel_problem(batch)
         if trainer is None or trainer.world_size == 1:
-            return whole
-        name = type(self).__name__
+            return whole, batch
+        name, world = type(self).__name__, trainer.world_size
         # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never the exact full batch.
         if not agree((leaf for leaf, _ in _contents(batch)), trainer.strategy.root_device):
             raise MisconfigurationException(
@@ -405,25 +514,97 @@ class BilevelMixin:
                 "counts once. Use a FullBatchDataModule, or `Trainer(use_distributed_sampler=False)` with the same seed in all "
                 "processes."
             )
-        (upper, of_upper), (lower, of_lower) = (
-            part_of(batch[level], trainer.global_rank, trainer.world_size) for level in ("upper", "lower")
-        )
-        spread = self.bilevel_problem({**batch, "upper": upper, "lower": lower}).spread(of_upper, of_lower, total)
-        if point is not None:
-            check_parts(name, whole, spread, *point)
-        return spread
+        if not self._whole_batch_everywhere:
+            (upper, of_upper), (lower, of_lower) = (
+                part_of(batch[level], trainer.global_rank, world) for level in ("upper", "lower")
+            )
+            part = {**batch, "upper": upper, "lower": lower}
+            spread = self.bilevel_problem(part).spread(of_upper, of_lower, total)
+            try:
+                if point is not None:
+                    check_parts(name, whole, spread, *point)
+                return spread, part
+            except ValueError:
+                if not self._normalises_batches():
+                    raise
+                self._whole_batch_everywhere = True
+                rank_zero_warn(
+                    f"`{name}` has batch normalisation, which looks at a whole batch: each of the {world} processes evaluates "
+                    "all of it, which takes as long as one process. Normalise by group or layer to share the work, or "
+                    "synchronise on GPUs with `Trainer(sync_batchnorm=True)`."
+                )
+        return self.bilevel_problem(batch).spread(1 / world, 1 / world, total), batch
+
+    def _normalises_batches(self) -> bool:
+        return any(isinstance(layer, _BatchNorm) and layer.training for layer in self._module().modules())
+
+    def _look_at_buffers(self) -> None:
+        """See whether buffers that evaluations write to change the losses, as the vectors of a spectral norm do."""
+        if self._current is None or self._functions is None:
+            return
+        self._functions.compare_buffers()
+        kept = self.written_buffers
+        if not kept:
+            return
+        problem, (x, y) = self._current.problem, self._feasible_point()
+        before = problem.upper(x, y).value, problem.at(x).value(y)
+        generator = torch.Generator().manual_seed(0)  # the same in all processes
+        for buffer in self._functions.written_buffers:
+            if buffer.is_floating_point():
+                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+        self._buffers_matter = before != (problem.upper(x, y).value, problem.at(x).value(y))
+        problem.calls = Calls()
+        self._write_buffers(kept)
+
+    def _update_buffers(self) -> None:
+        """Evaluate the losses once more at the point that was reached, with the module's own buffers.
+
+        Trial points write to copies of the buffers. So running statistics follow the accepted points, one update each. Buffers
+        that change the losses are updated until these settle: they are to be functions of the point.
+        """
+        if self._current is None or self._functions is None or not self._functions.written_buffers:
+            return
+        current, before = self._current, self._evaluate_live()
+        if self._buffers_matter:
+            for _ in range(_MAX_UPDATES):
+                after = self._evaluate_live()
+                if abs(after - before) <= _SETTLED * abs(before):
+                    break
+                before = after
+            # Another function than before: nothing that is known of the point holds any more.
+            problem = copy(current.problem)
+            self._current = replace(current, problem=problem, scaled=problem.in_units(*self._declared().units))
+        if current.problem.reduce is not None:
+            for buffer in self._functions.written_buffers:
+                torch.distributed.broadcast(buffer, 0)
+
+    def _evaluate_live(self) -> float:
+        """Evaluate both losses at the module's own parameters, with its own buffers, and return their sum."""
+        assert self._current is not None
+        total = 0.0
+        split = self.lower_features or self.lower_outputs
+        for part in as_chunks(self._current.batch["lower"]).batches:
+            total += float((self.lower_loss(part, split(part)) if split is not None else self.lower_loss(part)).detach())
+        for part in as_chunks(self._current.batch["upper"]).batches:
+            total += float(self.upper_loss(part).detach())
+        return total
 
     def _check_agreement(self, trainer: Any, iteration: int) -> None:
         """Stop where processes have come apart, such as on machines that round differently."""
         declared = self._declared()
-        if trainer.world_size > 1 and not agree((*declared.upper, *declared.lower), trainer.strategy.root_device):
+        parameters = (p for level in declared.levels for p in level.parameters)
+        if trainer.world_size > 1 and not agree(parameters, trainer.strategy.root_device):
             raise BilevelError(
                 f"after outer iteration {iteration} the processes do not hold the same point: they must run on the same kind of "
                 "hardware with the same versions, and nothing but the solver may change the parameters."
             )
 
     def _check_trainer(self) -> None:
-        trainer = self._module().trainer
+        trainer: Any = self._module().trainer
+        for callback in trainer.callbacks:
+            why = _why_not(callback, trainer)
+            if why:
+                raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{type(self).__name__}`: {why}")
         if trainer.precision not in ("32-true", "64-true"):
             raise MisconfigurationException(
                 f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
@@ -452,11 +633,26 @@ class BilevelModule(BilevelMixin, LightningModule):
     """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order of bases."""
 
 
-def _set_of(call: str, sets: Sets | None, items: list[list[nn.Parameter]]) -> ConvexSet:
-    if sets is None:
-        return Free()
-    if isinstance(sets, ConvexSet):
-        return sets
-    if not isinstance(sets, Sequence) or len(sets) != len(items) or not all(isinstance(s, ConvexSet) for s in sets):
-        raise ValueError(f"`{call}` must be one set, or a list with one set for each of the {len(items)} declared items.")
-    return Product(sets, [sum(p.numel() for p in item) for item in items])
+def _why_not(callback: Any, trainer: Any) -> str:
+    """Say why a callback of Lightning's cannot do its work on a bilevel module; nothing if it can."""
+    if isinstance(callback, ModelPruning):
+        return "it changes the parameters in the middle of a run, which is then one of another problem. Prune before or after."
+    if isinstance(callback, LearningRateMonitor) and callback.log_weight_decay:
+        return "its solver has no weight decay. Leave out `log_weight_decay=True`."
+    if isinstance(callback, BatchSizeFinder) and isinstance(trainer.datamodule, FullBatchDataModule):
+        return "a full batch has no batch size to find. `Chunks` evaluates a batch that is larger than memory."
+    return ""
+
+
+def _leave_out_partials(name: str, checkpoint: dict[str, Any]) -> None:
+    """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its constants, as it is no plain data."""
+    kept = checkpoint.get("hyper_parameters", {})
+    partials = [key for key, value in kept.items() if isinstance(value, partial)]
+    for key in partials:
+        del kept[key]
+    if partials:
+        warnings.warn(
+            f"`{name}` keeps {', '.join(partials)} out of its checkpoint, which holds data and no code. Say "
+            f"`save_hyperparameters(ignore={partials})`, and give it again where the module is loaded.",
+            stacklevel=2,
+        )

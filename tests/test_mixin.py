@@ -132,22 +132,6 @@ def test_chunks_add_up_to_the_full_batch() -> None:
             torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-14)
 
 
-def test_batch_norm_statistics_are_left_alone(tmp_path: Any) -> None:
-    class Normed(Encoded):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2, affine=False)
-
-        def upper_loss(self, batch: Any) -> Tensor:
-            return super().upper_loss((self.norm(batch[0]), batch[1]))
-
-    module = Normed()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    trainer(tmp_path, max_steps=5).fit(module, datamodule=FullBatchDataModule(samples(20, 1), samples(10, 2)))
-    assert before
-    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
-
-
 def test_what_is_known_of_a_point_is_used_again_only_on_the_same_batch() -> None:
     module = Weighting()
     batch = {"upper": samples(20, 1), "lower": samples(30, 2)}

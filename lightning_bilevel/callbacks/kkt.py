@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate import CertificateReport
-from lightning_bilevel.callbacks.monitor import CertificateMonitor, publish, solver_of
+from lightning_bilevel.callbacks.monitor import CertificateMonitor
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.kkt import Certificate
 from lightning_bilevel.moreau import Envelope
@@ -28,7 +28,8 @@ class KKTMonitor(CertificateMonitor):
 
     Args:
         epsilon: Stop the run when all three residuals are at most that; None never does.
-        restore_best: Write the best point into the module when fit ends, before the certificate is evaluated.
+        restore_best: Write the best point into the module when fit ends, before the certificate is evaluated. A run that is
+            resumed from a checkpoint of that goes on from its last point all the same.
         every_n_steps: Look at every n-th outer iteration.
         every_n_seconds: Look whenever so many seconds have passed.
         share: How much of the optimisation time the looks at validation may add to it, see
@@ -37,9 +38,18 @@ class KKTMonitor(CertificateMonitor):
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
 
     Attributes:
-        best: The best point: iteration, kkt, multiplier, x and y. Empty before the first look.
+        best: The best point: iteration, kkt, multiplier, x, y, and the buffers that belong to it. Empty before the first look.
         stopped: Why the run was stopped; empty if it was not.
     """
+
+    names = (
+        "bilevel/kkt_stationarity",
+        "bilevel/kkt_feasibility",
+        "bilevel/kkt_complementarity",
+        "bilevel/kkt_residual",
+        "bilevel/kkt_best",
+        "bilevel/kkt_multiplier",
+    )
 
     def __init__(
         self,
@@ -74,15 +84,9 @@ class KKTMonitor(CertificateMonitor):
         if not self.best or c.kkt < self.best["kkt"]:
             x, y = pl_module.point
             self.best = {"iteration": iteration, "kkt": c.kkt, "multiplier": c.multiplier, "x": x, "y": y}
-        metrics = {
-            "bilevel/kkt_stationarity": c.stationarity,
-            "bilevel/kkt_feasibility": c.feasibility,
-            "bilevel/kkt_complementarity": c.complementarity,
-            "bilevel/kkt_residual": c.kkt,
-            "bilevel/kkt_best": self.best["kkt"],
-            "bilevel/kkt_multiplier": c.multiplier,
-        }
-        publish(trainer, metrics, iteration)
+            self.best["buffers"] = pl_module.written_buffers
+        numbers = (c.stationarity, c.feasibility, c.complementarity, c.kkt, self.best["kkt"], c.multiplier)
+        self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)
         if self.epsilon is not None and c.kkt <= self.epsilon and not trainer.should_stop:
             trainer.should_stop = True
             self.stopped = (
@@ -96,12 +100,8 @@ class KKTMonitor(CertificateMonitor):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
         if self.restore_best and self.best and self.best["iteration"] != pl_module.last_step.iteration:
-            x, y = pl_module.point
-            pl_module.point = self.best["x"].to(x), self.best["y"].to(y)
-            memory = solver_of(trainer).memory
-            if "multiplier" in memory:
-                # The certificate is evaluated with the multiplier that belongs to the point.
-                memory["multiplier"] = self.best["multiplier"]
+            best = self.best
+            pl_module.restore((best["x"], best["y"]), best["multiplier"], best.get("buffers"))
             found = f"iteration {self.best['iteration']}, whose KKT residual is {self.best['kkt']:.2e}"
             rank_zero_info(f"KKTMonitor restored the point of {found}.")
 

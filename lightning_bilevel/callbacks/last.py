@@ -36,8 +36,8 @@ class LastCheckpoint(ModelCheckpoint):
     that was killed needs the same call and nothing else. A run that starts anew in the same folder leaves the file of the other
     one and writes ``last-v1.ckpt``; the latest is the last.
 
-    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended. A second signal ends the run at
-    once, with the state that was saved before, and so does the first one before the first iteration and after the last, where
+    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended. A second signal ends the run
+    at once, with the state that was saved before. So does the first one before the first iteration and after the last, where
     there is no iteration to finish. An error also saves the last point that was reached.
 
     Args:

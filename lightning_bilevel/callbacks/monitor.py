@@ -6,7 +6,7 @@ import math
 import time
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -60,6 +60,8 @@ def run_folder(trainer: Trainer) -> Path | None:
 class Monitor(Callback):
     """A callback that watches the solver of a bilevel module.
 
+    What it finds stands in ``trainer.callback_metrics`` until the next iteration starts: there is no number of an earlier one.
+
     Args:
         every_n_steps: Look at every n-th outer iteration.
         every_n_seconds: Look whenever so many seconds have passed.
@@ -72,6 +74,7 @@ class Monitor(Callback):
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
         self._looked = 0.0
+        self._published: dict[str, float] = {}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,6 +93,18 @@ class Monitor(Callback):
                 )
             show_layout(trainer, solver_of(trainer))
 
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._published:
+            for name in self._published:
+                trainer.callback_metrics.pop(name, None)
+            self._published = {}
+
+    def publish(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
+        """Give numbers of the current iteration to callbacks and loggers."""
+        self._published |= metrics
+        publish(trainer, metrics, iteration)
+
     def due(self, iteration: int, usual: int | None = None) -> bool:
         """Tell whether an interval has passed: the user's, or else the usual number of steps."""
         steps = self.every_n_steps or usual
@@ -105,8 +120,9 @@ class CertificateMonitor(Monitor):
     """A monitor that looks at the certificate of the current point.
 
     It does so at the given intervals, at the end, and with every validation as long as all certificates together have taken
-    no more than a share of the optimisation time. Monitors that look at the same point share one evaluation, and none of it
-    counts as optimisation time.
+    no more than a share of the optimisation time. Where another callback (EarlyStopping, ModelCheckpoint) monitors one of its
+    numbers, it looks whenever that callback does, whatever the share. Monitors that look at the same point share one evaluation,
+    and none of it counts as optimisation time.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
@@ -133,6 +149,10 @@ class CertificateMonitor(Monitor):
             raise ValueError(f"`{type(self).__name__}(share={share})` must be at least 0.")
         self.share, self.tolerance, self.envelope = share, tolerance, envelope
         self._seen = 0
+        self._watched_by: list[Any] = []
+
+    # The names of what it publishes.
+    names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
@@ -142,18 +162,25 @@ class CertificateMonitor(Monitor):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._seen = 0
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._watched_by = [callback for callback in callbacks if getattr(callback, "monitor", None) in self.names]
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = self.due(pl_module.last_step.iteration)
         if self.every_n_seconds is not None:
             due = trainer.strategy.broadcast(due)  # the clocks of processes differ, and a certificate needs all of them
-        if due:
+        if due or any(_saves_at(callback, trainer.global_step) for callback in self._watched_by):
             self._look(trainer, pl_module)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if is_underway(trainer, pl_module) and pl_module.may_evaluate(self.share):
+        if is_underway(trainer, pl_module) and (self._watched_by or pl_module.may_evaluate(self.share)):
+            self._look(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._watched_by:
             self._look(trainer, pl_module)
 
     @override
@@ -167,3 +194,9 @@ class CertificateMonitor(Monitor):
         if certificate is not None:
             self._seen = pl_module.last_step.iteration
             self.observe(trainer, pl_module, certificate, self._seen)
+
+
+def _saves_at(callback: Any, step: int) -> bool:
+    """Tell whether a ModelCheckpoint looks at its monitored quantity after a step."""
+    every = getattr(callback, "_every_n_train_steps", 0)
+    return bool(every >= 1 and step % every == 0)

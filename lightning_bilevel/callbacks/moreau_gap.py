@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import CertificateMonitor, publish
+from lightning_bilevel.callbacks.monitor import CertificateMonitor
 from lightning_bilevel.kkt import Certificate
 
 __all__ = ["MoreauGapMonitor"]
@@ -29,21 +29,21 @@ class MoreauGapMonitor(CertificateMonitor):
     Attributes:
         evaluations: How often it has looked, over all parts of a run that was resumed.
         smallest: The smallest violation so far.
+        latest: The violation that it saw last.
     """
 
+    names = ("bilevel/violation", "bilevel/prox_distance", "bilevel/prox_distance_bound")
     evaluations = 0
     smallest: float | None = None
+    latest: float | None = None
 
     @override
     def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
         self.evaluations += 1
         self.smallest = min(certificate.feasibility, self.smallest if self.smallest is not None else certificate.feasibility)
-        metrics = {
-            "bilevel/violation": certificate.feasibility,
-            "bilevel/prox_distance": certificate.prox_distance,
-            "bilevel/prox_distance_bound": certificate.distance_bound,
-        }
-        publish(trainer, metrics, iteration)
+        self.latest = certificate.feasibility
+        numbers = (certificate.feasibility, certificate.prox_distance, certificate.distance_bound)
+        self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)
 
     @override
     def state_dict(self) -> dict[str, Any]:

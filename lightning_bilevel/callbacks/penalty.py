@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import Monitor, publish, solver_of
+from lightning_bilevel.callbacks.monitor import Monitor, solver_of
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.penalty import inverse_penalty, smoothing_function
 from lightning_bilevel.solvers.ivsp import IVSPInfo
@@ -71,7 +71,7 @@ class PenaltyMonitor(Monitor):
                 "bound": c["c2"] * info.mu * info.gamma,
             }
             self.events.append(event)
-            publish(trainer, {"bilevel/penalty_at_update": event["after"]}, info.iteration)
+            self.publish(trainer, {"bilevel/penalty_at_update": event["after"]}, info.iteration)
         if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._tell(trainer)
 
@@ -104,7 +104,7 @@ class PenaltyMonitor(Monitor):
         return "\n".join([*rows, "", last])
 
     def _tell(self, trainer: Trainer) -> None:
-        publish(trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration)
+        self.publish(trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration)
         if self._told != len(self.events) or not trainer.training:
             show_text(trainer, "penalty updates", self.text(), self.iteration)
             self._told = len(self.events)

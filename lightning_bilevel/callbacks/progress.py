@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.budget import OptimizationBudget
+from lightning_bilevel.callbacks.moreau_gap import MoreauGapMonitor
 from lightning_bilevel.mixin import BilevelMixin
 
 __all__ = ["BilevelProgressBar"]
@@ -40,16 +41,17 @@ class BilevelProgressBar(TQDMProgressBar):
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict[str, float]]:
         shown = super().get_metrics(trainer, pl_module)
-        shown.pop("v_num", None)
+        shown = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("bilevel/")}
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             metrics = pl_module.last_step.metrics()
-            violation = trainer.callback_metrics.get("bilevel/violation")
+            callbacks = cast(Any, trainer).callbacks
+            violation = next((c.latest for c in callbacks if isinstance(c, MoreauGapMonitor)), None)
             if violation is not None:
-                metrics.setdefault("bilevel/moreau_gap", float(violation))
+                metrics.setdefault("bilevel/moreau_gap", violation)
             for label, name in (("f", "upper"), ("gap", "moreau_gap"), ("gamma", "penalty")):
                 if f"bilevel/{name}" in metrics:
                     shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
-            budgets = [c.budget for c in cast(Any, trainer).callbacks if isinstance(c, OptimizationBudget)]
+            budgets = [c.budget for c in callbacks if isinstance(c, OptimizationBudget)]
             if budgets:
                 shown["left"] = f"{max(min(budgets) - pl_module.last_step.optimization_time, 0.0):.1f}s"
         return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in shown.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import Monitor, publish, solver_of
+from lightning_bilevel.callbacks.monitor import Monitor, solver_of
 from lightning_bilevel.mixin import is_logged
 from lightning_bilevel.solvers.base import StepInfo
 from lightning_bilevel.solvers.ivsp import IVSPInfo
@@ -85,5 +85,5 @@ class SolverMonitor(Monitor):
             }
         # What the module has logged itself at this step need not be written twice.
         known = info.metrics() if is_logged(trainer, info.iteration) else {}
-        publish(trainer, {name: float(value) for name, value in metrics.items() if name not in known}, info.iteration)
+        self.publish(trainer, {name: float(value) for name, value in metrics.items() if name not in known}, info.iteration)
         self._before = Tally(**now.as_dict())

@@ -52,6 +52,9 @@ class StepInfo:
         "optimization_time": "bilevel/optimization_time",
     }
 
+    # Those that an ordinary progress bar shows.
+    SHOWN: ClassVar[tuple[str, ...]] = ("bilevel/upper", "bilevel/lower")
+
     def metrics(self) -> dict[str, float]:
         """Return what loggers and callbacks see of the iteration."""
         return {name: float(getattr(self, attribute)) for attribute, name in self.NAMES.items()}
@@ -120,17 +123,25 @@ class BilevelOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, problem: BilevelProblem
+        self, closure: Callable[[], Any] | None = None, *, problem: BilevelProblem | None = None
     ) -> StepInfo:
         """Do one outer iteration on the problem and write the new point into the parameters.
 
         Args:
-            closure: Called once; it is how Lightning counts a step. Everything is evaluated through ``problem``.
+            closure: Called once; it is how Lightning counts a step. Where no problem is given, it returns the problem, as in
+                ``solver.step(lambda: problem)``: an optimizer that Fabric has wrapped takes a closure and nothing else.
             problem: f and g. As long as it is the same object, what is known of the current point is used again.
         """
         if closure is not None:
             with torch.enable_grad():
-                closure()
+                returned = closure()
+            problem = returned if problem is None else problem
+        if not isinstance(problem, BilevelProblem):
+            got = "no problem" if problem is None else f"a {type(problem).__name__}"
+            raise TypeError(
+                f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as `step(problem=problem)` "
+                "or `step(lambda: problem)` with a BilevelProblem."
+            )
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         # A process that evaluates anew what another one knows would wait for it for ever.
@@ -165,6 +176,15 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
             **facts,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters beyond the two levels, such as those that a finetuning callback unfreezes."""
+        if len(self.param_groups) == 2:
+            raise ValueError(
+                f"`{type(self).__name__}.add_param_group` cannot take parameters into a run whose vectors x and y have a fixed "
+                "length. Unfreeze them before `Trainer.fit`; to train more, call it once more."
+            )
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

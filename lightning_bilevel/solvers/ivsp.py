@@ -79,6 +79,7 @@ class IVSPInfo(StepInfo):
         "multiplier": "bilevel/multiplier",
         "trials": "bilevel/trials",
     }
+    SHOWN: ClassVar[tuple[str, ...]] = ("bilevel/upper", "bilevel/moreau_gap", "bilevel/penalty")
 
     @property
     def violation(self) -> float:
