@@ -72,9 +72,16 @@ class ModuleFunctions:
         module: The module.
         upper: Its upper-level parameters.
         lower: Its lower-level parameters.
+        written: Buffers that calls are known to write to.
     """
 
-    def __init__(self, module: nn.Module, upper: Iterable[nn.Parameter], lower: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        upper: Iterable[nn.Parameter],
+        lower: Iterable[nn.Parameter],
+        written: Iterable[Tensor] = (),
+    ) -> None:
         self.module = module
         homes: dict[int, Places] = {}
         buffers: dict[int, Tensor] = {}
@@ -90,7 +97,8 @@ class ModuleFunctions:
         self.sizes = [[p.numel() for p in level] for level in levels]
         # A batch-normalisation layer writes its running statistics on every call, also at trial points that are rejected
         # later. It writes into these copies.
-        self.shadows = [_Shadow(homes[i], buffer, buffer._version, buffer.clone()) for i, buffer in buffers.items()]
+        known = {id(buffer) for buffer in written}
+        self.shadows = [_Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in known) for i, buffer in buffers.items()]
 
     def compare_buffers(self) -> None:
         """Look for all buffers that the calls so far have written to."""

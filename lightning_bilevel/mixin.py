@@ -229,7 +229,9 @@ class BilevelMixin:
                 f'`{type(self).__name__}` was given {got} as a training batch: it must be {{"upper": ..., "lower": ...}}, as a '
                 "CombinedLoader over two loaders or a FullBatchDataModule gives it."
             )
-        functions = self._functions = ModuleFunctions(self._module(), declared.upper.parameters, declared.lower.parameters)
+        written = self._functions.written_buffers if self._functions is not None else ()
+        functions = ModuleFunctions(self._module(), declared.upper.parameters, declared.lower.parameters, written)
+        self._functions = functions
         upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
 
         def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
@@ -462,8 +464,8 @@ class BilevelMixin:
         if module.automatic_optimization or not isinstance(getattr(optimizer, "optimizer", None), BilevelOptimizer):
             raise MisconfigurationException(
                 f"`{type(self).__name__}` must leave `automatic_optimization` at False, and its `configure_optimizers` must "
-                "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel problem. "
-                "Name the solver in `declare(solver=...)`."
+                "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel "
+                "problem. Name the solver in `declare(solver=...)`."
             )
         return optimizer
 
