@@ -649,7 +649,7 @@ def _why_not(callback: Any, trainer: Any) -> str:
 def _leave_out_partials(name: str, checkpoint: dict[str, Any]) -> None:
     """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its constants, as it is no plain data."""
     kept = checkpoint.get("hyper_parameters", {})
-    partials = [key for key, value in kept.items() if isinstance(value, partial)]
+    partials = [key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)]
     for key in partials:
         del kept[key]
     if partials:
@@ -658,3 +658,7 @@ def _leave_out_partials(name: str, checkpoint: dict[str, Any]) -> None:
             f"`save_hyperparameters(ignore={partials})`, and give it again where the module is loaded.",
             stacklevel=2,
         )
+
+
+def _is_solver(made: Any) -> bool:
+    return isinstance(made, type) and issubclass(made, BilevelOptimizer)

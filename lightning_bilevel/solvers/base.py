@@ -71,6 +71,11 @@ class BilevelOptimizer(Optimizer, ABC):
             ``weights_only``.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A module whose hyper-parameters name its solver is loaded with `weights_only`, which is torch's default.
+        torch.serialization.add_safe_globals([cls])
+
     def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(_check_levels(type(self).__name__, params), defaults)
         self._forget()
