@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.moreau import Envelope, evaluate_gap, precise_prox
-from lightning_bilevel.problem import BilevelProblem
+from lightning_bilevel.problem import BilevelProblem, Start
 from lightning_bilevel.scalars import norm
 
 __all__ = ["Certificate", "certify", "least_squares_multiplier"]
@@ -47,6 +47,13 @@ class Certificate:
         held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y absorbs; 0 unless y is on the
             boundary.
         qualification: Why the constraint qualification (ENNAMCQ) holds, or that this is not known.
+        upper_gradient: The norm of the gradient of f.
+        lower_gradient: How far y itself is from being stationary for g(x, .).
+        upper_norm: |x|.
+        lower_norm: |y|.
+        first_upper_gradient: ``upper_gradient`` where the run started; None if that is not known.
+        first_lower_gradient: ``lower_gradient`` where the run started; None if that is not known.
+        evaluated_on: The data that f and g were evaluated on, in words; empty where that goes without saying.
     """
 
     stationarity: float
@@ -67,13 +74,20 @@ class Certificate:
     tolerance: float
     held_share: float
     qualification: str
+    upper_gradient: float
+    lower_gradient: float
+    upper_norm: float
+    lower_norm: float
+    first_upper_gradient: float | None = None
+    first_lower_gradient: float | None = None
+    evaluated_on: str = ""
 
     @property
     def kkt(self) -> float:
         """The largest of the three residuals."""
         return max(self.stationarity, self.feasibility, self.complementarity)
 
-    def as_dict(self) -> dict[str, float | bool | str]:
+    def as_dict(self) -> dict[str, float | bool | str | None]:
         """Return the fields as plain numbers and words, for JSON."""
         return asdict(self)
 
@@ -81,6 +95,7 @@ class Certificate:
         """Return the certificate as pairs of words, for a table."""
         origin = "of the solver" if self.own_multiplier else "least squares"
         return [
+            *([("evaluated on", self.evaluated_on)] if self.evaluated_on else []),
             ("KKT stationarity", f"{self.stationarity:.3e}"),
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
@@ -118,6 +133,8 @@ def certify(
     multiplier: float | None = None,
     tolerance: float | None = None,
     qualification: str = "not known",
+    start: Start | None = None,
+    evaluated_on: str = "",
 ) -> Certificate:
     r"""Evaluate the KKT residuals at (x, y) independently of the solver that led there.
 
@@ -129,13 +146,24 @@ def certify(
         multiplier: :math:`\lambda` as the solver knows it; None asks for the one that minimises the stationarity.
         tolerance: Up to which the proximal point is computed; None is what the dtype allows comfortably.
         qualification: What is known about the constraint qualification, in words.
+        start: The gradients where the run started, as :meth:`~lightning_bilevel.problem.BilevelProblem.check` returns them: the
+            reading compares with them.
+        evaluated_on: The data that ``problem`` holds, in words, where they are not those of the whole run.
     """
+    if not isinstance(envelope, Envelope):
+        raise TypeError(
+            f"`certify(envelope={envelope!r})` must be an `Envelope`: a solver that chooses rho and sigma for itself has none "
+            "before its first step. Run it first, or give `Envelope(rho=..., sigma=..., delta=...)`."
+        )
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
     calls, x, y = problem.calls, x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
     upper = problem.upper(x, y)
     lower = problem.at(x)
     z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
+    slope = lower.gradient(y, keep=True)
     gap = evaluate_gap(lower, y, z, envelope)
     problem.calls = calls  # an evaluation is no part of the run
 
@@ -169,6 +197,13 @@ def certify(
         # A cone splits a vector into two orthogonal parts (Moreau): what it absorbs and what is left.
         held_share=math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0,
         qualification=qualification,
+        upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
+        lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
+        upper_norm=norm(x),
+        lower_norm=norm(y),
+        first_upper_gradient=None if start is None else start.upper_gradient,
+        first_lower_gradient=None if start is None else start.lower_gradient,
+        evaluated_on=evaluated_on,
     )
 
 

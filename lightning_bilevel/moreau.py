@@ -184,7 +184,9 @@ def inexact_prox(
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
         f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
-        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger."
+        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger. A lower level with "
+        "a kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With mini-batches, batch "
+        "normalisation makes g another function at every step: switch it to evaluation, or normalise otherwise."
     )
 
 

@@ -65,7 +65,7 @@ def stored(
     Args:
         solver: The solver's name, for the messages.
         given: The arguments.
-        schedules: Those that are a positive number or a :class:`Power`; each becomes its pair.
+        schedules: Those that are a positive number, a :class:`Power`, or its pair as it is stored; each becomes its pair.
         positive: Those that are a positive number.
         nonnegative: Those that are a number of at least 0.
         whole: Those that are a whole number of at least 1.
@@ -86,11 +86,12 @@ def stored(
 
     for name in schedules:
         value = given[name]
-        if isinstance(value, Power):
-            result[name] = (float(value.initial), float(value.power))
-            continue
-        require(name, _is_number(value) and value > 0, "positive and finite, or a `Power`")
-        result[name] = (float(value), 0.0)
+        # A list is what YAML has for a pair.
+        pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+        initial, power = (value.initial, value.power) if isinstance(value, Power) else value if pair else (value, 0.0)
+        valid = _is_number(initial) and initial > 0 and _is_number(power)
+        require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
+        result[name] = (float(initial), float(power))
     for name in positive:
         require(name, _is_number(given[name]) and given[name] > 0, "positive and finite")
     for name in nonnegative:

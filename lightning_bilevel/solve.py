@@ -12,7 +12,7 @@ from lightning_bilevel.kkt import Certificate, certify
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.problem import BilevelProblem
 from lightning_bilevel.reading import advice, reading
-from lightning_bilevel.solvers.base import SolverCallable, StepInfo
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp import IVSP
 from lightning_bilevel.tally import Tally
 
@@ -80,19 +80,36 @@ def solve(
         >>> bool(abs(solution.x - 0.5) < 0.05), bool(abs(solution.y - 0.5) < 0.05)
         (True, True)
     """
+    if not isinstance(max_steps, int):
+        raise TypeError(f"`solve(max_steps={max_steps!r})` must be a whole number.")
     if max_steps < 1:
         raise ValueError(f"`solve(max_steps={max_steps})` must be at least 1.")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
     x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
-    optimizer = solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
-    problem.check(x, y)
+    optimizer = _made(solver, [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
+    # Where the solver will start from, which is in the sets.
+    start = problem.check(problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach()))
     history, tally = [], Tally()
     for _ in range(max_steps):
         history.append(optimizer.step(problem=problem))
         tally.add(history[-1], optimizer)
     x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
     if envelope is not None:
-        certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance)
+        certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance, start=start)
     return Solution(x, y, certificate, history, tally)
+
+
+def _made(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
+    rule = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+    if not callable(solver):
+        kind = repr(solver) if isinstance(solver, str) else f"{type(solver).__name__}(...)"
+        raise TypeError(f"`solve(solver={kind})` cannot be called with parameters: {rule}")
+    made = solver(params)
+    if not isinstance(made, BilevelOptimizer):
+        name = getattr(solver, "__name__", type(solver).__name__)
+        raise TypeError(f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: {rule}")
+    return made
 
 
 def _start(name: str, value: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from helpers import PROBLEMS, groups, make_ivsp, point_of
 from torch import Tensor
 
-from lightning_bilevel import IVSP, BilevelError, BilevelProblem, Envelope, NonFiniteError, certify, solve
+from lightning_bilevel import IVSP, BilevelError, BilevelProblem, Envelope, InnerLoopError, NonFiniteError, certify, solve
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 LEVELS = {"f": "The upper-level function f", "g": "The lower-level function g"}
@@ -141,6 +141,32 @@ def test_an_objective_that_changes_on_the_way_is_told(where: str) -> None:
     changing = BilevelProblem(drift("f", problem.f), drift("g", problem.g), problem.upper_set, problem.lower_set)
     with pytest.raises(BilevelError, match=f"{LEVELS[where]} was .* and then .* at the same point: .* deterministic"):
         solve(changing, *problem.at(), make_ivsp(problem, gamma0=10.0 if where == "f" else 0.1), max_steps=200)
+
+
+@pytest.mark.parametrize("after", [60, 300])
+def test_randomness_that_begins_later_is_told_soon(after: int) -> None:
+    """The inner loop is what fails then, and further trials of the line search would fail likewise."""
+    calls, generator = [0], torch.Generator().manual_seed(0)
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        noise = 0.1 * torch.rand((), generator=generator, dtype=y.dtype) if calls[0] > after else 0.0
+        return ((y - x) ** 2).sum() / 2 * (1 + noise)
+
+    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), g)
+    start = torch.tensor([3.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    with pytest.raises(BilevelError, match=f"{LEVELS['g']} was .* and then .* at the same point"):
+        solve(problem, *start, max_steps=500)
+    assert calls[0] < after + 5000
+
+
+def test_an_inner_loop_that_fails_on_a_kink_names_it() -> None:
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: torch.relu(y - x).sum() + 0.1 * (y**2).sum()
+    )
+    start = torch.tensor([0.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
+    with pytest.raises(InnerLoopError, match=r"stopped in outer iteration 1: the inner loop .* kink near its minimiser \(ReLU"):
+        solve(problem, *start, max_steps=5)
 
 
 def test_a_step_to_infinity_is_not_taken() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_bilevel.kkt import Certificate, certify, least_squares_multiplier, table
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelProblem, Calls
+from lightning_bilevel.problem import BilevelProblem, Calls, Start
+from lightning_bilevel.reading import reading
+from lightning_bilevel.sets import Box
 
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 CASES = [(seed, *shape) for seed in range(5) for shape in ((3, 5, 5.0), (4, 8, 0.5))]
@@ -135,8 +137,37 @@ def test_fields_of_a_certificate_by_hand() -> None:
     assert (got.prox_distance, got.prox_stationarity) == pytest.approx((1.0, 1.0))
     assert (got.distance_bound, got.stationarity_bound) == pytest.approx((math.sqrt(0.5), math.sqrt(0.5)))
     assert (got.rho, got.sigma, got.delta, got.qualification, got.multiplier) == (1.0, 0.0, 0.25, "because", 2.0)
+    assert (got.upper_gradient, got.lower_gradient) == pytest.approx((math.sqrt(10), 2.0))
+    assert (got.upper_norm, got.lower_norm) == (1.0, 3.0)
+    assert (got.first_upper_gradient, got.first_lower_gradient, got.evaluated_on) == (None, None, "")
     slack = certify(problem, x, x, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0)
     assert (slack.residual, slack.feasibility, slack.complementarity) == pytest.approx((-0.25, 0.0, 0.5))
+
+
+def test_the_lower_gradient_is_that_of_y_and_not_of_z() -> None:
+    """At its bound y = 3 is held against a pull upwards, but not downwards."""
+    x, y, envelope = torch.tensor([5.0]), torch.tensor([3.0]), Envelope(rho=1.0, sigma=0.0, delta=0.25)
+    for lower_set, expected in ((Box(0, 3), 0.0), (Box(3, 9), 2.0), (None, 2.0)):
+        problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=lower_set)
+        assert certify(problem, x, y, envelope).lower_gradient == pytest.approx(expected)
+
+
+def test_what_the_caller_knows_is_kept() -> None:
+    problem = PROBLEMS[0]
+    got = certify(problem.build(), *problem.at(), problem.envelope, start=Start(3.0, 4.0), evaluated_on="the last mini-batch")
+    assert (got.first_upper_gradient, got.first_lower_gradient) == (3.0, 4.0)
+    assert got.rows()[0] == ("evaluated on", "the last mini-batch")
+    assert reading(got).startswith("evaluated on the last mini-batch; ")
+
+
+def test_errors() -> None:
+    problem = PROBLEMS[0]
+    with pytest.raises(
+        TypeError, match=r"^`certify\(envelope=None\)` must be an `Envelope`: .* Run it first, or give `Envelope\("
+    ):
+        certify(problem.build(), *problem.at(), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^`certify\(tolerance=0\)` must be positive, or None"):
+        certify(problem.build(), *problem.at(), problem.envelope, tolerance=0)
 
 
 class TestTable:

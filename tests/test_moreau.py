@@ -223,6 +223,8 @@ class TestInnerLoopError:
         message = str(caught.value)
         assert "the inner loop made 7 iterations and its residual is 1.73, above 1.41e-06 (accuracy zeta=1e-12" in message
         assert "If L_yy=1e+06 is far larger than the curvature of the lower level, make it smaller" in message
+        assert "kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it" in message
+        assert "batch normalisation makes g another function at every step" in message
         assert isinstance(caught.value, BilevelError)
 
     def test_exactly_at_the_cap_it_is_no_error(self) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import re
 import threading
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, NonFiniteError
+from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, NonFiniteError, Start
 from lightning_bilevel.sets import Box, Free, Scaled
 
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -522,6 +523,29 @@ class TestCheck:
         level = {"f": "The upper-level function f", "g": "The lower-level function g"}[name]
         with pytest.raises(BilevelError, match=rf"^{level} was \S+ and then \S+ at the same point: .*deterministic objective"):
             problem.check(*point(dtype)[:2])
+
+    def test_catches_a_drift(self) -> None:
+        count = iter(range(100))
+        drifting = BilevelProblem(lambda x, y: f(x, y) * (1.0 + 1e-4 * next(count)), g)
+        with pytest.raises(BilevelError, match=r"^The upper-level function f was .* deterministic objective"):
+            drifting.check(*point(torch.float32)[:2])
+
+    @pytest.mark.parametrize(("change", "seen"), [(25, False), (35, True)])
+    @both_dtypes
+    def test_sees_a_change_of_more_than_30_roundings(self, dtype: torch.dtype, change: int, seen: bool) -> None:
+        problem, (x, y, _) = BilevelProblem(f, g), point(dtype)
+        value = problem.upper(x, y).value
+        context = pytest.raises(BilevelError, match="deterministic") if seen else contextlib.nullcontext()
+        with context:
+            problem.check_unchanged(x, y, value * (1.0 + change * torch.finfo(dtype).eps), problem.at(x).value(y))
+
+    def test_returns_the_gradients_at_the_start(self) -> None:
+        """f = 2 x + 3 y and g = (y - x)^2 / 2 at x = 1, y = 3; a bound at 3 does not hold y, which g pulls down."""
+        upper, lower = (lambda x, y: 2 * x.sum() + 3 * y.sum()), (lambda x, y: ((y - x) ** 2).sum() / 2)
+        x, y = torch.tensor([1.0]), torch.tensor([3.0])
+        for box, expected in ((Box(-3, 3), 2.0), (Box(3, 5), 0.0), (None, 2.0)):
+            found = BilevelProblem(upper, lower, lower_set=box).check(x, y)
+            assert found == Start(pytest.approx(13**0.5), expected)  # type: ignore[arg-type]
 
     def test_allows_the_last_digits_to_differ(self) -> None:
         count = iter(range(100))

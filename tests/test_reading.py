@@ -11,21 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PROBLEMS, make_ivsp
+from helpers import PROBLEMS, Problem, make_ivsp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from modules import MILD, Weighting, weighting_data
 from test_mixin import trainer
+from torch import Tensor
 
 from lightning_bilevel import (
     BOME,
+    F2SA,
     IVSP,
+    MEHA,
+    SLM,
+    VPBGD,
     BilevelProblem,
     Box,
     Certificate,
     CertificateReport,
     Envelope,
     IVSPInfo,
+    PNGBiO,
     Simplex,
     certify,
     solve,
@@ -53,6 +59,12 @@ GOOD = Certificate(
     tolerance=1e-9,
     held_share=0.0,
     qualification="not known",
+    upper_gradient=0.5,
+    lower_gradient=0.02,
+    upper_norm=1.0,
+    lower_norm=2.0,
+    first_upper_gradient=1.0,
+    first_lower_gradient=3.0,
 )
 RUN = Tally(iterations=100, trials=110, inner_iterations=300, penalty_updates=3, last_update=57, penalised=True)
 
@@ -111,6 +123,138 @@ def test_advice_for_y_on_its_bound() -> None:
         "widen it."
     ]
     assert advice(replace(GOOD, held_share=0.1), RUN) == []
+
+
+class TestNotConverged:
+    WORDS = "Not converged: the KKT residuals are 0.011 times the largest gradient of f seen, which a solution has below 0.01. "
+    OTHER = Tally(iterations=100)
+
+    @pytest.mark.parametrize(
+        "residuals", [{"stationarity": 0.011}, {"complementarity": 0.011}, {"stationarity": 0.022, "upper_gradient": 2.0}]
+    )
+    def test_residuals_of_more_than_a_hundredth_of_the_gradient(self, residuals: dict[str, float]) -> None:
+        off = replace(GOOD, **residuals)  # type: ignore[arg-type]
+        assert advice(off, RUN) == [f"{self.WORDS}Run longer."]
+        assert reading(off, RUN).startswith("not converged, the residuals are 0.011 times the gradient of f; feasible to ")
+
+    def test_less_than_that_is_well(self) -> None:
+        assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
+
+    def test_without_a_start_there_is_nothing_to_compare_with(self) -> None:
+        assert advice(replace(GOOD, stationarity=7.0, first_upper_gradient=None), RUN) == []
+
+    def test_no_gradient_at_all(self) -> None:
+        assert (
+            advice(replace(GOOD, stationarity=0.0, complementarity=0.0, first_upper_gradient=0.0, upper_gradient=0.0), RUN) == []
+        )
+
+    def test_methods_whose_steps_are_set_by_hand(self) -> None:
+        off, shorter = replace(GOOD, stationarity=0.011), "Run longer, or make the steps shorter if the values go up and down"
+        assert advice(off, self.OTHER) == [f"{self.WORDS}{shorter}."]
+        (found,) = advice(replace(off, feasibility=2e-3), self.OTHER)
+        assert found == f"{self.WORDS}{shorter}, or give the lower level more weight or more steps."
+
+    @pytest.mark.parametrize("norms", [{"upper_norm": 1e19}, {"lower_norm": 1e19}])
+    def test_a_point_far_out(self, norms: dict[str, float]) -> None:
+        """Other advice, such as to run longer, would only lead further."""
+        out = replace(GOOD, upper=-1e19, stationarity=1.0, **norms)  # type: ignore[arg-type]
+        (found,) = advice(out, replace(RUN, last_update=90))
+        assert found.startswith("Not converged: f is -1e+19 at a point with norms ")
+        assert "It seems to be unbounded below" in found
+        assert "give the levels a set such as `Box`" in found
+        assert advice(replace(GOOD, **norms), RUN) == []  # type: ignore[arg-type]
+
+    def test_f_without_a_minimum(self) -> None:
+        problem = BilevelProblem(lambda x, y: -(x**2).sum() + y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+        told = solve(problem, torch.zeros(1).double(), torch.ones(1).double(), max_steps=60).reading
+        assert "It seems to be unbounded below" in told
+        assert "Run longer" not in told
+
+    @pytest.mark.parametrize("solver", [PNGBiO, VPBGD, BOME, SLM, F2SA, MEHA])
+    def test_every_method_that_stops_early(self, solver: Any) -> None:
+        problem, start = BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2), torch.full((1,), 3.0).double()
+        found = solve(problem, start, start, solver, 50, envelope=Envelope(rho=0.5, sigma=0.0, delta=1e-3))
+        assert "not converged" in found.reading
+        assert "gamma0" not in found.reading
+
+
+def f(x: Tensor, y: Tensor) -> Tensor:
+    """With y = x its minimum is at 0.5, and without a lower level at x = 1, y = 0."""
+    return ((x - 1) ** 2).sum() + (y**2).sum()
+
+
+class TestNotEnforced:
+    # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y| is 3.
+    SLACK = replace(GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0)
+    WORDS = (
+        "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those seen are 3 at the start and 1 at "
+        "the end. "
+    )
+
+    def test_delta_too_large(self) -> None:
+        # 0.5 (1 - 0.5) / 2 (1/10)^2
+        assert advice(self.SLACK, RUN) == [f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."]
+        assert "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is slack; " in reading(self.SLACK)
+
+    def test_rho_too_small(self) -> None:
+        (found,) = advice(replace(self.SLACK, rho=1e-9, distance_bound=1e-6), RUN)
+        assert found.startswith(f"{self.WORDS}rho = 1e-09 is so small that the Moreau envelope looks only 3e-09 far")
+        assert "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of magnitude" in found
+        assert found.endswith("Smooth g, rescale its variables (`lower_unit`), or give `rho`.")
+
+    @pytest.mark.parametrize(
+        "well",
+        [
+            {"residual": -4e-4},  # the constraint is nearly active
+            {"lower_gradient": 0.7},  # the gradient has fallen
+            {"first_lower_gradient": None},  # there is nothing to compare with
+            {"first_lower_gradient": 0.0, "lower_gradient": 0.05},  # a start that solves g was left by a short step
+            {"lower_gradient": 0.0, "first_lower_gradient": 0.0},
+            {"rho": 1e-9},  # the steps are short, but delta allows long ones: it is not rho
+        ],
+    )
+    def test_no_false_alarm(self, well: dict[str, Any]) -> None:
+        assert advice(replace(self.SLACK, **well), RUN) == []
+        assert "not enforced" not in reading(replace(self.SLACK, **well), RUN)
+
+    @pytest.mark.parametrize("scale", [1e-6, 1e-4])
+    @pytest.mark.parametrize("start", [(0.0, 0.0), (2.0, -1.0)])
+    def test_g_scaled_down(self, start: tuple[float, float], scale: float) -> None:
+        problem = BilevelProblem(f, lambda x, y: scale * ((y - x) ** 2).sum() / 2)
+        x0, y0 = (torch.tensor([v], dtype=torch.float64) for v in start)
+        wrong = solve(problem, x0, y0, max_steps=100)
+        assert wrong.x.item() == pytest.approx(1.0, abs=1e-2)
+        assert "The lower level is not enforced" in wrong.reading
+        # What it advises helps.
+        delta = float(wrong.reading.split("at most ")[1].split(",")[0])
+        right = solve(problem, x0, y0, partial(IVSP, delta=delta), max_steps=300)
+        assert right.x.item() == pytest.approx(0.5, abs=0.1)
+        assert "not enforced" not in right.reading
+
+    def test_g_scaled_down_below_the_tolerance_of_the_certificate(self) -> None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        told = solve(BilevelProblem(f, lambda x, y: 1e-12 * ((y - x) ** 2).sum() / 2), zero, zero, max_steps=100).reading
+        assert "Make delta smaller, at most 9e-16" in told
+
+    def test_a_start_on_a_kink(self) -> None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        told = solve(BilevelProblem(f, lambda x, y: (y - x).abs().sum()), zero, zero, max_steps=60).reading
+        assert "where the gradient of g jumps (an absolute value, ReLU, max)" in told
+
+    @pytest.mark.filterwarnings("ignore:IVSP does not move any more")
+    def test_curvatures_that_differ(self) -> None:
+        zero, c = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 1e8], dtype=torch.float64)
+        told = solve(BilevelProblem(f, lambda x, y: (c * (y - x) ** 2).sum() / 2), zero, zero, max_steps=500).reading
+        assert "its curvatures differ by many orders of magnitude" in told
+
+    @pytest.mark.filterwarnings("ignore:IVSP does not move any more", "ignore:The (upper|lower)-level start lies outside")
+    @pytest.mark.parametrize("point", ["start", "solution"])
+    @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+    def test_healthy_runs_are_not_told(self, problem: Problem, point: str) -> None:
+        for make in (IVSP, make_ivsp(problem)):
+            told = solve(problem.build(), *problem.at(point), make, 300).reading
+            assert "not enforced" not in told
+            assert "not converged" not in told
 
 
 class TestHeldShare:

@@ -538,10 +538,14 @@ PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": 
 @pytest.mark.parametrize(
     ("solver", "arguments", "message"),
     [
-        (MEHA, {"alpha": 0.0}, r"`MEHA\(alpha=0.0\)` must be positive and finite, or a `Power`."),
+        (MEHA, {"alpha": 0.0}, r"`MEHA\(alpha=0.0\)` must be positive and finite, a `Power`, or the pair"),
+        (MEHA, {"alpha": [0.0, 0.0]}, r"`MEHA\(alpha=\[0.0, 0.0\]\)` must be positive and finite, a `Power`, or the pair"),
+        (MEHA, {"alpha": [0.1, "a"]}, r"`MEHA\(alpha=\[0.1, 'a'\]\)` must be positive and finite, a `Power`, or the pair"),
+        (MEHA, {"alpha": [0.1]}, r"`MEHA\(alpha=\[0.1\]\)` must be positive and finite, a `Power`, or the pair"),
+        (MEHA, {"alpha": "ab"}, r"`MEHA\(alpha='ab'\)` must be positive and finite, a `Power`, or the pair"),
         (MEHA, {"gamma": math.inf}, r"`MEHA\(gamma=inf\)` must be positive and finite."),
-        (MEHA, {"c": "large"}, r"`MEHA\(c='large'\)` must be positive and finite, or a `Power`."),
-        (PNGBiO, {"beta": math.nan}, r"`PNGBiO\(beta=nan\)` must be positive and finite, or a `Power`."),
+        (MEHA, {"c": "large"}, r"`MEHA\(c='large'\)` must be positive and finite, a `Power`, or the pair"),
+        (PNGBiO, {"beta": math.nan}, r"`PNGBiO\(beta=nan\)` must be positive and finite, a `Power`, or the pair"),
         (PNGBiO, {"norms": "both"}, r"`PNGBiO\(norms='both'\)` must be 'separate' or 'joint'."),
         (SLM, {"tau": -1e-8}, r"`SLM\(tau=-1e-08\)` must be positive and finite."),
         (SLM, {"delta": -1.0}, r"`SLM\(delta=-1.0\)` must be nonnegative and finite."),
@@ -553,7 +557,7 @@ PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": 
         (F2SA, {"xi": True}, r"`F2SA\(xi=True\)` must be positive and finite."),
         (F2SA, {"T": 1.5}, r"`F2SA\(T=1.5\)` must be a positive whole number."),
         (F2SA, {"multiplier": "linear"}, r"`F2SA\(multiplier='linear'\)` must be 'growing' or 'constant'."),
-        (VPBGD, {"gamma": -1.0}, r"`VPBGD\(gamma=-1.0\)` must be positive and finite, or a `Power`."),
+        (VPBGD, {"gamma": -1.0}, r"`VPBGD\(gamma=-1.0\)` must be positive and finite, a `Power`, or the pair"),
         (VPBGD, {"restart": "no"}, r"`VPBGD\(restart='no'\)` must be True or False."),
         (BOME, {"eta": 0}, r"`BOME\(eta=0\)` must be positive and finite."),
         (BOME, {"barrier": "norm"}, r"`BOME\(barrier='norm'\)` must be 'gradient' or 'value'."),
@@ -562,6 +566,12 @@ PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": 
 def test_bad_argument_is_refused(solver: Solver, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(solver, vector(0.0), vector(0.0), **arguments)
+
+
+@pytest.mark.parametrize("pair", [[0.02, -0.5], (0.02, -0.5)])
+def test_a_schedule_may_be_given_as_it_is_stored(pair: Any) -> None:
+    given, meant = (start(MEHA, vector(0.0), vector(0.0), alpha=alpha)[0] for alpha in (pair, Power(0.02, -0.5)))
+    assert given.constants["alpha"] == meant.constants["alpha"] == (0.02, -0.5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -116,7 +116,8 @@ def test_is_the_loop_around_a_solver() -> None:
     assert len(solution.history) == 12
     assert torch.equal(solution.x, point_of(optimizer)[0])
     assert torch.equal(solution.y, point_of(optimizer)[1])
-    assert solution.certificate == certify(built, solution.x, solution.y, problem.envelope, multiplier=optimizer.multiplier)
+    point, known = (solution.x, solution.y), {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)}
+    assert solution.certificate == certify(built, *point, problem.envelope, **known)
     assert not solution.x.requires_grad
 
 
@@ -166,7 +167,8 @@ def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> N
     assert without.certificate is None
     assert torch.equal(without.x, x0 / 4)
     named = solve(problem.build(), x0, y0, Halving, max_steps=2, envelope=problem.envelope)
-    assert named.certificate == certify(problem.build(), x0 / 4, y0 / 4, problem.envelope)
+    built = problem.build()
+    assert named.certificate == certify(built, x0 / 4, y0 / 4, problem.envelope, start=built.check(x0, y0))
     assert named.certificate is not None
     assert not named.certificate.own_multiplier
 
@@ -207,6 +209,8 @@ def test_keeps_the_dtype_of_the_start(dtype: torch.dtype) -> None:
     [
         ({"max_steps": 0}, "`solve(max_steps=0)` must be at least 1."),
         ({"max_steps": -2}, "`solve(max_steps=-2)` must be at least 1."),
+        ({"tolerance": 0}, "`solve(tolerance=0)` must be positive, or None for what the dtype allows comfortably."),
+        ({"tolerance": float("nan")}, "`solve(tolerance=nan)` must be positive"),
         ({"x0": torch.zeros(2, 2)}, "`solve(x0)` has shape (2, 2): it must be a flat vector of floating-point numbers."),
         ({"y0": torch.zeros(1, 3)}, "`solve(y0)` has shape (1, 3): it must be a flat vector of floating-point numbers."),
         (
@@ -220,3 +224,38 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
     problem = by_name["quadratic"]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
+
+
+RULE = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 1.5}, "`solve(max_steps=1.5)` must be a whole number."),
+        ({"max_steps": "10"}, "`solve(max_steps='10')` must be a whole number."),
+        ({"solver": "IVSP"}, f"`solve(solver='IVSP')` cannot be called with parameters: {RULE}"),
+        (
+            {"solver": Halving(groups(torch.zeros(1), torch.zeros(1)))},
+            f"`solve(solver=Halving(...))` cannot be called with parameters: {RULE}",
+        ),
+        ({"solver": torch.optim.SGD}, f"`solve(solver=SGD)` made a SGD, which is no `BilevelOptimizer`: {RULE}"),
+        ({"solver": partial(torch.optim.SGD, lr=1)}, "`solve(solver=partial)` made a SGD, which is no `BilevelOptimizer`"),
+    ],
+)
+def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
+    problem = by_name["quadratic"]
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
+
+
+def test_the_certificate_knows_the_start_in_the_sets() -> None:
+    """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y inwards, 2 - 0."""
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=Box(-2, 2)
+    )
+    with pytest.warns(UserWarning, match="The lower-level start lies outside"):
+        certificate = solve(problem, [0.0], [5.0], max_steps=1).certificate
+    assert certificate is not None
+    assert certificate.first_upper_gradient == pytest.approx(20**0.5)
+    assert certificate.first_lower_gradient == pytest.approx(2.0)

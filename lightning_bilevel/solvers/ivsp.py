@@ -257,14 +257,14 @@ class IVSP(BilevelOptimizer):
             self._choose(problem, x, y)
         unit = self.constants["unit"]
         if unit == 1.0:
-            return self._iterate(problem, x, y, unchanged)
+            return self._iterate_or_tell(problem, x, y, unchanged)
         if self._scaled is None or self._scaled[0] is not problem:
             self._scaled = problem, problem.in_units(upper=unit)
         scaled = self._scaled[1]
         scaled.calls = problem.calls
         try:
             # A unit is a power of two: neither way rounds.
-            x, y, facts = self._iterate(scaled, x / unit, y, unchanged)
+            x, y, facts = self._iterate_or_tell(scaled, x / unit, y, unchanged)
         finally:
             problem.calls = scaled.calls
         return unit * x, y, facts
@@ -279,6 +279,20 @@ class IVSP(BilevelOptimizer):
         for group in self.param_groups:
             group.update({name: value for name, value in chosen.items() if name not in ("params", "level")})
         self.memory["L_start"] = float(chosen["fixed_L"] or chosen["L_init"])
+
+    def _iterate_or_tell(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        known = self._known if unchanged else None
+        try:
+            return self._iterate(problem, x, y, unchanged)
+        except (InnerLoopError, LineSearchError):
+            # Where f or g has changed meanwhile, that is the cause.
+            if known is None:
+                problem.check(x, y)
+            else:
+                problem.check_unchanged(x, y, known.f, known.lower)
+            raise
 
     def _iterate(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
         c, memory, inner = self.constants, self.memory, problem.calls.lower
@@ -307,6 +321,9 @@ class IVSP(BilevelOptimizer):
                 there = self._evaluate(problem, w, split, here.z, zeta_next, trial=True)
             except (NonFiniteError, InnerLoopError) as error:
                 # A shorter step may lead to where g can be evaluated; an inner loop that fails again and again cannot.
+                if not failures and isinstance(error, InnerLoopError):
+                    # Before further trials fail likewise: with f or g that change, all of them would.
+                    problem.check_unchanged(x, y, here.f, here.lower)
                 failures.append(error)
                 costly = not self._conditioned and sum(isinstance(e, InnerLoopError) for e in failures) > _MAX_FAILURES
                 if c["fixed_L"] is not None or costly:
@@ -322,7 +339,6 @@ class IVSP(BilevelOptimizer):
             accepted, L, trials = backtrack(trial, L_start, c["max_trials"])
         except LineSearchError:
             check_trials(failures, c["max_trials"])
-            problem.check_unchanged(x, y, here.f, here.lower)
             raise
         there = accepted.point
         assert there is not None
