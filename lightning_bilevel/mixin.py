@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -28,7 +28,7 @@ from lightning_bilevel.declaration import Declaration, Level, Sets
 from lightning_bilevel.evaluation import Declared, ModuleFunctions
 from lightning_bilevel.kkt import Certificate, certify
 from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls
+from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, Start
 from lightning_bilevel.processes import agree, check_parts, part_of, total
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp import IVSP
@@ -75,12 +75,12 @@ class _Restored:
 class _Evaluated:
     """The certificate that was evaluated last, and all that it depends on."""
 
-    given: tuple[BilevelProblem, Envelope, float | None, float | None]
+    given: tuple[BilevelProblem, Envelope, float | None, float | None, str]
     point: tuple[Tensor, Tensor]
     certificate: Certificate
     iteration: int
 
-    def serves(self, given: tuple[BilevelProblem, Envelope, float | None, float | None], point: tuple[Tensor, Tensor]) -> bool:
+    def serves(self, given: tuple[Any, ...], point: tuple[Tensor, Tensor]) -> bool:
         return given == self.given and all(torch.equal(a, b) for a, b in zip(point, self.point, strict=True))
 
 
@@ -206,6 +206,9 @@ class BilevelMixin:
         # Built once to refuse bad arguments here, before any data are loaded; the solver of a run is built when it starts.
         self._solver: BilevelOptimizer = solver(self._declaration.groups())
         self._restored: _Restored | None = None
+        # The gradients that the run started with: what later ones are compared to.
+        self._start: Start | None = None
+        self._resumed_start: Start | None = None
         self.last_step: StepInfo | None = None
         self._forget_run()
         module.automatic_optimization = False
@@ -215,6 +218,7 @@ class BilevelMixin:
         self._current: _Current | None = None
         self._evaluated: _Evaluated | None = None
         self._functions: ModuleFunctions | None = None
+        self._batches_change = False
         self._whole_batch_everywhere = False
         self._buffers_matter = False
         # Seconds that certificates have taken since the start of fit.
@@ -255,7 +259,9 @@ class BilevelMixin:
                 f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a run, whose vectors x and y "
                 "have a fixed length. Freeze before `Trainer.fit`; to train others, call it once more."
             )
-        info: StepInfo = self._optimizer().step(problem=self._problem_on(batch).scaled)
+        before, current = self._current, self._problem_on(batch)
+        self._batches_change = self._batches_change or (before is not None and current.contents is not before.contents)
+        info: StepInfo = self._optimizer().step(problem=current.scaled)
         self.last_step = info
         self._update_buffers()
         self._publish(info)
@@ -284,6 +290,7 @@ class BilevelMixin:
             )
         self._forget_run()
         self._restored = self.last_step = None
+        self._start, self._resumed_start = self._resumed_start, None
         if module._compiler_ctx is not None:
             # Of a compiled module Lightning compiles the training step, which is the solver: its decisions would take minutes to
             # trace. What `forward` does stays compiled.
@@ -295,6 +302,8 @@ class BilevelMixin:
         """Say in the checkpoint which solver and which problem it is of."""
         self._declared()
         checkpoint[CHECKPOINT_KEY] = record(self._solver)
+        if self._start is not None:
+            checkpoint[CHECKPOINT_KEY]["start"] = asdict(self._start)
         if self._restored is not None:
             # The weights are those of the best point; the run goes on from its last one.
             x, y = self._restored.point
@@ -315,10 +324,14 @@ class BilevelMixin:
             check_record(type(self).__name__, checkpoint, declared.solver(declared.groups()), resumes=resumes)
             if trainer.precision == "64-true":
                 self._module().double()
-        last = checkpoint.get(CHECKPOINT_KEY, {}).get("last")
-        if resumes and last is not None:
-            self._write_into(checkpoint["state_dict"], last)
-        elif not resumes:
+        saved = checkpoint.get(CHECKPOINT_KEY, {})
+        start = Start(**saved["start"]) if "start" in saved else None
+        if resumes:
+            self._resumed_start = start
+            if "last" in saved:
+                self._write_into(checkpoint["state_dict"], saved["last"])
+        else:
+            self._start = start
             self._load_solver(checkpoint)
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -402,9 +415,11 @@ class BilevelMixin:
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
         """
-        declared = self._declared()
+        declared, note = self._declared(), ""
         if batch is not None:
             self._problem_on(batch)
+        elif self._batches_change and getattr(self._module()._trainer, "num_training_batches", 1) != 1:
+            note = "the last mini-batch, not all data"
         if self._current is None:
             raise RuntimeError(
                 f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit` in the same process, or "
@@ -414,7 +429,7 @@ class BilevelMixin:
         if envelope is None:
             return None
         multiplier = self._solver.multiplier if self._restored is None else self._restored.multiplier
-        given, point = (self._current.problem, envelope, tolerance, multiplier), self.point
+        given, point = (self._current.problem, envelope, tolerance, multiplier, note), self.point
         if self._evaluated is None or not self._evaluated.serves(given, point):
             began, known = time.perf_counter(), declared.qualification
             certificate = certify(
@@ -424,6 +439,8 @@ class BilevelMixin:
                 multiplier=multiplier,
                 tolerance=tolerance,
                 qualification=known if isinstance(known, str) else known(envelope),
+                start=self._start,
+                evaluated_on=note,
             )
             # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
             self.evaluation_time += self._current.problem.agreed(time.perf_counter() - began, point[0])
@@ -470,16 +487,16 @@ class BilevelMixin:
         return optimizer
 
     def _publish(self, info: StepInfo) -> None:
-        """Give the record of a step to callbacks; and, where its turn has come, to loggers and progress bar."""
+        """Give the record of a step to callbacks and progress bar; and, where its turn has come, to loggers."""
         trainer: Any = self._module().trainer
         metrics = info.metrics()
         # `self.log` takes milliseconds for the same.
         values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
         trainer.callback_metrics.update(values)
+        trainer.progress_bar_metrics.update({name: metrics[name] for name in info.SHOWN if name in metrics})
         if is_logged(trainer, info.iteration):
             self._check_agreement(trainer, info.iteration)
             trainer.logged_metrics.update(values)
-            trainer.progress_bar_metrics.update({name: metrics[name] for name in info.SHOWN if name in metrics})
             for logger in trainer.loggers if trainer.is_global_zero else []:
                 logger.log_metrics(metrics, step=info.iteration)
 
@@ -500,7 +517,8 @@ class BilevelMixin:
         """Make the problem on a batch; if there is a point, check it there."""
         problem, part = self._problem_of_all(batch, point)
         if point is not None:
-            problem.check(*point)
+            start = problem.check(*point)
+            self._start = self._start or start
         return _Current(contents, part, problem, problem.in_units(*self._declared().units))
 
     def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> tuple[BilevelProblem, Any]:

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
@@ -88,7 +87,7 @@ class TestFlags:
             {"enable_checkpointing": True},
             {"enable_model_summary": True},
             {"barebones": True, "enable_model_summary": None, "enable_progress_bar": None, "logger": None}
-            | {"enable_checkpointing": None},
+            | {"enable_checkpointing": None, "log_every_n_steps": None},
             {"sync_batchnorm": True},
         ],
         ids=lambda flags: next(iter(flags)),
@@ -116,11 +115,10 @@ class TestFlags:
         "callback",
         [
             LearningRateMonitor(),
-            StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=5),
             Timer(),
             TQDMProgressBar(),
             EarlyStopping("bilevel/upper", check_on_train_epoch_end=True),
-            ModelCheckpoint(monitor="val_loss"),
+            ModelCheckpoint(monitor="bilevel/upper"),
         ],
         ids=lambda callback: type(callback).__name__,
     )

@@ -175,7 +175,7 @@ def test_one_set_per_declared_item() -> None:
             self.declare(upper=[self.a, self.b], lower=self.classifier, upper_set=[Simplex(), Box(0, 0.5)], solver=MILD)
 
     module = Two()
-    projected = module._declaration.upper_set.project(torch.full((5,), 2.0))
+    projected = module._declaration.upper.feasible.project(torch.full((5,), 2.0))
     torch.testing.assert_close(projected, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]))
 
 
