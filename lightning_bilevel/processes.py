@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks, samples_in
+from lightning_bilevel.leaves import map_tensors, tensors
 from lightning_bilevel.problem import BilevelProblem
 from lightning_bilevel.scalars import norm
 
@@ -52,14 +52,14 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
 
 
 def _cut(chunk: Any, size: int, first: int, last: int) -> Any:
-    lengths = sorted({len(tensor) for tensor in tree_leaves(chunk) if isinstance(tensor, Tensor) and tensor.ndim})
+    lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
     if lengths != [size]:
         raise ValueError(
             f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over processes: the first dimension "
             "of each must count the samples. Keep what is no sample in the module, or give the parts yourself, as `Chunks` with "
             "`weights`."
         )
-    return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.ndim else tensor, chunk)
+    return map_tensors(lambda tensor: tensor[first:last] if tensor.ndim else tensor, chunk)
 
 
 def total(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_bilevel.leaves import tensors
 
 __all__ = ["Chunks", "FullBatchDataModule", "as_chunks", "samples_in"]
 
@@ -53,7 +54,7 @@ class Chunks:
 
 def samples_in(batch: Any) -> int:
     """Return the length of the first tensor of a batch; 0 where it has none."""
-    return next((len(tensor) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim), 0)
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), 0)
 
 
 def as_chunks(batch: Any) -> Chunks:
