@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +20,7 @@ from lightning_bilevel.checkpoints import check_record, record
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks
 from lightning_bilevel.evaluation import Declared, ModuleFunctions, parameters_of
 from lightning_bilevel.kkt import Certificate, certify
+from lightning_bilevel.leaves import leaves
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.problem import BilevelError, BilevelProblem
 from lightning_bilevel.processes import agree, check_parts, part_of, total
@@ -76,20 +77,7 @@ class _Evaluated:
 
 def _contents(batch: Any) -> Iterator[tuple[Any, int]]:
     """The leaves of a batch, each tensor with its version, which counts in-place changes."""
-    if isinstance(batch, Tensor):
-        yield batch, batch._version
-    elif isinstance(batch, dict):
-        for key, value in batch.items():
-            yield key, 0
-            yield from _contents(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _contents(value)
-    elif is_dataclass(batch):
-        for field in fields(batch):
-            yield from _contents(getattr(batch, field.name))
-    else:
-        yield batch, 0
+    return ((leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves(batch))
 
 
 def is_logged(trainer: Any, iteration: int) -> bool:
