@@ -398,7 +398,7 @@ class BilevelMixin:
         )
         spread = self.bilevel_problem({**batch, "upper": upper, "lower": lower}).spread(of_upper, of_lower, total)
         if point is not None:
-            check_parts(name, whole, spread, *point)
+            check_parts(name, whole, spread, *point, batch, {"upper": upper, "lower": lower})
         return spread
 
     def _check_agreement(self, trainer: Any, iteration: int) -> None:
