@@ -178,6 +178,23 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     assert printed.count("| ivsp |") == 1  # one process prints
 
 
+def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None:
+    quiet = ["--trainer.logger=false", "--trainer.max_steps=3", f"--trainer.default_root_dir={tmp_path}"]
+    path = two_process_config(tmp_path)
+    command = ["-m", "lightning_bilevel"]
+    one = started(*command, "fit", "--config", path, *quiet, "--trainer.devices=1", "--trainer.strategy=auto", cwd=tmp_path)
+    _, errors = one.communicate(timeout=120)
+    assert one.returncode == 0, errors
+    checkpoint = ["--ckpt_path", tmp_path / "checkpoints" / "last.ckpt"]
+    calls = {"certify": started(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)}
+    calls["probe"] = started(*command, "probe", "--config", path, *quiet, cwd=tmp_path)
+    for name, process in calls.items():
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, (name, errors)
+        assert "Starting with 2 processes" in errors, name
+        assert printed.count("IVSP on SineProblem") == 1, name
+
+
 def test_sigterm_to_the_first_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
     path = two_process_config(tmp_path, default_root_dir=str(tmp_path), max_epochs=-1, logger=False)
     process = started("-m", "lightning_bilevel", "fit", "--config", path, "--ckpt_path", "last", cwd=tmp_path)
