@@ -37,8 +37,9 @@ Every command explains its options with --help. Any setting of a config can be
 changed on the command line, and --print_config shows the result:
   lightning-bilevel fit --config synthetic/ivsp --model.n=10 --print_config
 
-Your own module: --model my_package.MyModule (a BilevelModule), or from Python
-with Trainer.fit. --version prints the version.
+Your own module: --model my_package.MyModule (a BilevelModule, or a
+LightningModule with BilevelMixin), or from Python with Trainer.fit.
+--version prints the version.
 """
 
 # A folder that cannot be written to and a disk that is full are no errors of the program.

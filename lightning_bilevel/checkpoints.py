@@ -44,17 +44,27 @@ class WholeFileIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = True  # torch's own default only from 2.6 on
-        if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)
         try:
-            loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
+            if "://" in str(path):
+                loaded: Any = super().load_checkpoint(path, map_location, weights_only)
+            else:
+                loaded = torch.load(path, map_location=map_location, weights_only=weights_only)
         except FileNotFoundError as error:
             raise MisconfigurationException(f"`ckpt_path={str(path)!r}`: there is no such file.") from error
-        except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
-            why = (str(error) or "it ends too early").splitlines()[0]
+        except OSError:
+            raise
+        except Exception as error:  # bytes of something else are taken for instructions, which fail in any way
+            told = isinstance(error, (RuntimeError, EOFError, ValueError, UnpicklingError))
+            why = (str(error) or "it ends too early").splitlines()[0] if told else "torch cannot read it"
             raise MisconfigurationException(
                 f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: {why}"
             ) from error
+        if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
+            raise MisconfigurationException(
+                f"`ckpt_path={str(path)!r}` is a file of torch, but no checkpoint of Lightning: it must be what "
+                "`Trainer.save_checkpoint` or a checkpoint callback has written. A bare state dict goes into the module with "
+                "`load_state_dict`."
+            )
         return loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from argparse import ArgumentError
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.checkpoints import WholeFileIO
 from lightning_bilevel.kkt import Certificate, table
 from lightning_bilevel.messages import own_error
-from lightning_bilevel.mixin import BilevelModule
+from lightning_bilevel.mixin import BilevelMixin
 from lightning_bilevel.solvers.ivsp import IVSP
 
 __all__ = ["BilevelCLI", "BilevelTrainer"]
@@ -39,7 +40,7 @@ class BilevelTrainer(Trainer):
 
     def certify(
         self,
-        model: BilevelModule,
+        model: BilevelMixin,
         datamodule: LightningDataModule,
         ckpt_path: str | None = None,
         tolerance: float | None = None,
@@ -66,15 +67,13 @@ class BilevelTrainer(Trainer):
             raise MisconfigurationException(
                 f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
             )
-        solver = solver_of(self)
-        print(
-            as_text(
-                f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}", certificate, report.tally, solver
-            )
-        )
+        if self.is_global_zero:
+            solver = solver_of(self)
+            title = f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}"
+            print(as_text(title, certificate, report.tally, solver))
         return certificate
 
-    def probe(self, model: BilevelModule, datamodule: LightningDataModule) -> list[tuple[str, str]]:
+    def probe(self, model: BilevelMixin, datamodule: LightningDataModule) -> list[tuple[str, str]]:
         """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
 
         Args:
@@ -90,14 +89,15 @@ class BilevelTrainer(Trainer):
         rows = solver.probe(problem, problem.upper_set.project(x / unit_x), problem.lower_set.project(y / unit_y))
         given = own.constants if isinstance(own, IVSP) else {}
         shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
-        print(table(f"IVSP on {type(model).__name__}, delta {solver.constants['delta']:g}: what it would choose", shown))
-        print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
+        if self.is_global_zero:
+            print(table(f"IVSP on {type(model).__name__}, delta {solver.constants['delta']:g}: what it would choose", shown))
+            print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
         return rows
 
     def _set_up(
         self,
         report: CertificateReport,
-        model: BilevelModule,
+        model: BilevelMixin,
         datamodule: LightningDataModule,
         ckpt_path: str | None,
         weights_only: bool | None,
@@ -107,9 +107,9 @@ class BilevelTrainer(Trainer):
         self.fit_loop.max_epochs = -1
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-            self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+            self.fit(cast(LightningModule, model), datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
-        return move_data_to_device(batch, model.device)
+        return move_data_to_device(batch, self.strategy.root_device)
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -119,6 +119,19 @@ class _SaveConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             show_text(trainer, "config", f"```yaml\n{self.parser.dump(self.config, skip_none=False)}\n```", 0)
+
+
+class _Parser(LightningArgumentParser):
+    """Takes the mixin as the class of the model, which Lightning's own takes no class for that is no LightningModule."""
+
+    @override
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        if lightning_class is BilevelMixin:
+            added: list[str] = self.add_subclass_arguments(BilevelMixin, nested_key, fail_untyped=False, required=required)
+            return added
+        return super().add_lightning_class_args(lightning_class, nested_key, subclass_mode, required)
 
 
 class BilevelCLI(LightningCLI):
@@ -131,9 +144,10 @@ class BilevelCLI(LightningCLI):
         commands = {} if kwargs.get("run") is False else dict.fromkeys(self.subcommands(), common)
         kwargs["parser_kwargs"] = {"description": about, **common, **commands, **kwargs.get("parser_kwargs", {})}
         super().__init__(
-            BilevelModule,
+            cast(Any, BilevelMixin),
             LightningDataModule,
             trainer_class=BilevelTrainer,
+            parser_class=_Parser,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -148,6 +162,17 @@ class BilevelCLI(LightningCLI):
     @override
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "certify": {"model", "datamodule"}, "probe": {"model", "datamodule"}}
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Let a file that is no checkpoint be refused by its sentence: Lightning reads it here, before the Trainer does."""
+        try:
+            super()._parse_ckpt_path()
+        except ArgumentError:
+            raise
+        except Exception:
+            WholeFileIO().load_checkpoint(self.config[self.config.subcommand].ckpt_path)
+            raise
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

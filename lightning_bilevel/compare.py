@@ -82,8 +82,9 @@ class _Recorder(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         self.shown(pl_module.last_step.optimization_time)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.sanity_checking or pl_module.last_step is None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Evaluate after the validation, which there is none of without validation data or a ``validation_step``."""
+        if pl_module.last_step is None:
             return
         solver = trainer.optimizers[0]
         assert isinstance(solver, BilevelOptimizer)
@@ -236,7 +237,14 @@ def _parse(path: Path) -> _Config:
             cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
     except argparse.ArgumentError as error:
         raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
-    return _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
+    parsed = _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
+    model = parsed.values["model"]
+    if not isinstance((model.get("init_args") or {}).get("solver"), dict):
+        raise ValueError(
+            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver by the config: give its "
+            "`__init__` an argument `solver: SolverCallable = IVSP`, hand it to `declare`, and name the solver there."
+        )
+    return parsed
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

@@ -66,9 +66,11 @@ def parsing_error(message: str) -> str:
         if text and not text.startswith(_AROUND):
             reasons.append(_plain(text))
     kept = list(dict.fromkeys(reasons))
+    # A class may also be given as the path of a file that has its arguments, which is hardly what was meant.
+    kept = [reason for reason in kept if not reason.startswith("Expected a path but")] or kept
     # Where a number may also be None, the value stands apart from the reason.
     given = re.search(r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message)
-    if given and len(kept) == 1 and ", got " not in kept[0]:
+    if given and len(kept) == 1 and not re.search(", got |there is no class", kept[0]):
         kept = [f"{kept[0]}, got {given[1]}"]
     told = "; ".join(kept[:_REASONS]) + ("; ..." if len(kept) > _REASONS else "")
     return f"{'.'.join(keys)}: {told}" if keys else told
@@ -78,5 +80,11 @@ def _plain(text: str) -> str:
     text = re.sub(r"Expected an? <class '([\w.]+)'>", r"expected \1", text)
     text = re.sub(r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"Expected a dot import path string: (.*)", r"there is no class \1: write a known name or a dotted path", text)
+    text = re.sub(r"^Import path(?: (\S+))? does not correspond to a subclass of BilevelMixin", _no_bilevel_module, text)
     text = re.sub(r"argument subcommand: invalid choice: (\S+).*", r"there is no command \1", text)
     return re.sub(r"\. Got value: ", ", got ", text)
+
+
+def _no_bilevel_module(found: re.Match[str]) -> str:
+    rule = "expected a class that inherits from BilevelModule, or from BilevelMixin and LightningModule"
+    return f"{rule}, got {found[1]}" if found[1] else rule

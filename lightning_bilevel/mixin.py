@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -27,6 +27,7 @@ from lightning_bilevel.data.fullbatch import Chunks, FullBatchDataModule, as_chu
 from lightning_bilevel.declaration import Declaration, Level, Sets
 from lightning_bilevel.evaluation import Declared, ModuleFunctions
 from lightning_bilevel.kkt import Certificate, certify
+from lightning_bilevel.leaves import leaves
 from lightning_bilevel.moreau import Envelope
 from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, Start
 from lightning_bilevel.processes import agree, check_parts, part_of, total
@@ -86,20 +87,7 @@ class _Evaluated:
 
 def _contents(batch: Any) -> Iterator[tuple[Any, int]]:
     """The leaves of a batch, each tensor with its version, which counts in-place changes."""
-    if isinstance(batch, Tensor):
-        yield batch, batch._version
-    elif isinstance(batch, dict):
-        for key, value in batch.items():
-            yield key, 0
-            yield from _contents(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _contents(value)
-    elif is_dataclass(batch):
-        for field in fields(batch):
-            yield from _contents(getattr(batch, field.name))
-    else:
-        yield batch, 0
+    return ((leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves(batch))
 
 
 def is_logged(trainer: Any, iteration: int) -> bool:
@@ -259,7 +247,15 @@ class BilevelMixin:
                 f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a run, whose vectors x and y "
                 "have a fixed length. Freeze before `Trainer.fit`; to train others, call it once more."
             )
-        before, current = self._current, self._problem_on(batch)
+        before = self._current
+        if before is not None and isinstance(batch, dict):
+            ended = [level for level in ("upper", "lower") if batch.get(level) is None and before.batch[level] is not None]
+            if ended:
+                raise MisconfigurationException(
+                    f"`{type(self).__name__}` was given a batch without data for the {ended[0]} level, whose loader has ended: use "
+                    '`CombinedLoader(..., "max_size_cycle")`, which starts it again, or "min_size".'
+                )
+        current = self._problem_on(batch)
         self._batches_change = self._batches_change or (before is not None and current.contents is not before.contents)
         info: StepInfo = self._optimizer().step(problem=current.scaled)
         self.last_step = info
@@ -542,7 +538,7 @@ class BilevelMixin:
             spread = self.bilevel_problem(part).spread(of_upper, of_lower, total)
             try:
                 if point is not None:
-                    check_parts(name, whole, spread, *point)
+                    check_parts(name, whole, spread, *point, batch, part)
                 return spread, part
             except ValueError:
                 if not self._normalises_batches():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks, samples_in
+from lightning_bilevel.leaves import map_tensors, tensors
 from lightning_bilevel.problem import BilevelProblem
 from lightning_bilevel.scalars import norm
 
 __all__ = ["agree", "any_of", "check_parts", "part_of", "total"]
+
+_Level = Callable[[BilevelProblem, Tensor, Tensor], tuple[float, Tensor]]
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -38,6 +40,8 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         if not mine:
             return batch, 0.0
         return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
+    for chunk, size in zip(chunks.batches, sizes, strict=True):
+        _check_lengths(chunk, size)  # of all chunks, so that all processes refuse what one of them cannot cut
     count = sum(sizes)
     first, last = count * rank // world, count * (rank + 1) // world
     if first == last:
@@ -46,20 +50,19 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
     for chunk, size in zip(chunks.batches, sizes, strict=True):
         a, b = max(first - start, 0), min(last - start, size)
         if a < b:
-            parts.append(_cut(chunk, size, a, b))
+            parts.append(map_tensors(lambda tensor, a=a, b=b: tensor[a:b] if tensor.ndim else tensor, chunk))  # type: ignore[misc]
         start += size
     return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
 
 
-def _cut(chunk: Any, size: int, first: int, last: int) -> Any:
-    lengths = sorted({len(tensor) for tensor in tree_leaves(chunk) if isinstance(tensor, Tensor) and tensor.ndim})
+def _check_lengths(chunk: Any, size: int) -> None:
+    lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
     if lengths != [size]:
         raise ValueError(
             f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over processes: the first dimension "
             "of each must count the samples. Keep what is no sample in the module, or give the parts yourself, as `Chunks` with "
             "`weights`."
         )
-    return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.ndim else tensor, chunk)
 
 
 def total(tensor: Tensor) -> Tensor:
@@ -91,19 +94,76 @@ def agree(tensors: Iterable[Any], device: torch.device) -> bool:
     return bool(extremes[0] == -extremes[1])
 
 
-def check_parts(call: str, whole: BilevelProblem, spread: BilevelProblem, x: Tensor, y: Tensor) -> None:
-    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so that can be seen."""
+def check_parts(
+    call: str,
+    whole: BilevelProblem,
+    spread: BilevelProblem,
+    x: Tensor,
+    y: Tensor,
+    batch: dict[str, Any],
+    mine: dict[str, Any],
+) -> None:
+    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so that can be seen.
+
+    Args:
+        call: The name of the module whose losses these are.
+        whole: The problem on the whole batch.
+        spread: The problem on this process's part, summed over the processes.
+        x: The point to compare them at.
+        y: Likewise.
+        batch: The whole batch, ``{"upper": ..., "lower": ...}``, for the message.
+        mine: This process's part of it, likewise.
+    """
     tolerance, size = torch.finfo(y.dtype).eps ** 0.5, math.hypot(norm(x), norm(y))
-    for name, level in (("upper_loss", _upper), ("lower_loss", _lower)):
-        (one, one_slope), (added, added_slope) = level(whole, x, y), level(spread, x, y)
+    for key, level in (("upper", _upper), ("lower", _lower)):
+        name = f"{call}.{key}_loss"
+        one, one_slope = level(whole, x, y)
+        try:
+            added, added_slope = _together(level, spread, x, y)
+        except _PartError as error:
+            count, own = (sum(map(samples_in, as_chunks(of[key]).batches)) for of in (batch, mine))
+            cause = error.__cause__
+            fails = "the part of another process" if cause is None else f"this process's part of {own}"
+            why = "" if cause is None else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
+            raise ValueError(
+                f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: over several processes a loss "
+                "must be a mean over whichever samples it is given, and must find what belongs to a sample by its number, "
+                "carried in the batch, as in `self.logits[index]`."
+            ) from cause
         slope = max(norm(one_slope), norm(added_slope))
         scale = max(abs(one), abs(added)) + slope * size
         if abs(one - added) > tolerance * scale or norm(one_slope - added_slope) > tolerance * slope:
             raise ValueError(
-                f"`{call}.{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the parts of {world_size()} "
+                f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the parts of {world_size()} "
                 f"processes ({added:.9g}), in value or gradient: over several processes a loss must be a mean over samples, not "
                 "a sum nor normalised over the batch, and must find what belongs to a sample by its number, carried in the batch."
             )
+
+
+class _PartError(Exception):
+    """A loss has failed on the part of a process; its error is the cause in that process, and there is none in the others."""
+
+
+def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Evaluate a level such that all processes fail where one does: the others would wait for its part of the sum for ever."""
+    met = False
+
+    def meet(tensor: Tensor) -> Tensor:
+        nonlocal met
+        met = True
+        if any_of([False], tensor.device)[0]:
+            raise _PartError
+        return total(tensor)
+
+    watched = copy.copy(spread)
+    watched.reduce = meet
+    try:
+        return level(watched, x, y)
+    except Exception as error:
+        if met:
+            raise
+        any_of([True], y.device)
+        raise _PartError from error
 
 
 def world_size() -> int:

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import IVSP, BilevelModule, Box, FullBatchDataModule
+from lightning_bilevel import IVSP, BilevelModule, Box, FullBatchDataModule, IVSPMixin, SolverCallable
 
 PAPER = partial(IVSP, mu0=9e-3, block=1, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_init=1.0, L_xy=1000**0.5, L_yy=1.0)
 MILD = partial(IVSP, mu0=0.1, block=1, gamma0=1.0, zeta_bar=0.1, rho=0.1, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=5.0)
@@ -77,3 +78,26 @@ class EncodedOnce(Encoded):
 
 def weighting_data(epoch_length: int = 10, count: int = 30) -> FullBatchDataModule:
     return FullBatchDataModule(samples(20, 1), samples(count, 2), validation=samples(20, 3), epoch_length=epoch_length)
+
+
+class Cleaner(IVSPMixin, LightningModule):
+    """README's module: the mixin before LightningModule, and neither validation nor test."""
+
+    def __init__(self, n_train: int, solver: SolverCallable = IVSP) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(n_train))
+        self.classifier = nn.Linear(2, 3)
+        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-100, 100), lower_set=Box(-100, 100), solver=solver)
+
+    def upper_loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self.classifier(batch[0]), batch[1])
+
+    def lower_loss(self, batch: Any) -> Tensor:
+        return (self.logits.sigmoid() * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")).mean()
+
+
+class CleanerData(FullBatchDataModule):
+    """Data that are there from ``setup`` on, as on the command line."""
+
+    def setup(self, stage: str | None = None) -> None:
+        self.upper, self.lower = samples(20, 1), samples(30, 2)

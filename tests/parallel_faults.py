@@ -1,6 +1,6 @@
 """What goes wrong over two processes; as a script, it does one of these things in real ones.
 
-python parallel_faults.py refusals OUT     writes the sentence that each wrong module or loader is refused with to OUT
+python parallel_faults.py refusals OUT     writes the sentence that each wrong module or loader is refused with to OUT.RANK
 python parallel_faults.py DEATH RANK       is a run in which one process fails in its third iteration
 """
 
@@ -35,6 +35,13 @@ class Positional(Weighting):
 
     def lower_loss(self, batch: Any) -> Tensor:
         return super().lower_loss((batch[0], batch[1], torch.arange(len(batch[0]))))
+
+
+class OfAll(Weighting):
+    """Takes the weights of all samples, whichever it is given, as README's Cleaner does."""
+
+    def lower_loss(self, batch: Any) -> Tensor:
+        return (self.logits.sigmoid() * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")).mean()
 
 
 class Normalised(Weighting):
@@ -95,8 +102,13 @@ class Failing(Weighting):
 REFUSED: dict[str, Any] = {
     "summed": lambda: trainer().fit(Summed(), datamodule=data()),
     "positional": lambda: trainer().fit(Positional(), datamodule=data()),
+    "of all": lambda: trainer().fit(OfAll(), datamodule=data()),
+    # The part of the first process is one sample, which goes with any number of weights: only the second one fails.
+    "of three": lambda: trainer().fit(OfAll(3), datamodule=data(lower=samples(3, 2))),
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
     "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
+    # The second process would be given the second chunk alone, which can be cut.
+    "lengths of one chunk": lambda: trainer().fit(Weighting(), datamodule=data(upper=[ragged(), samples(30, 4)])),
     "loaders": lambda: trainer().fit(Weighting(), loaders()),
     "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
     "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
@@ -109,14 +121,14 @@ def refusal(fit: Any) -> str:
     try:
         fit()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        cause = "" if error.__cause__ is None else f" from {type(error.__cause__).__name__}"
+        return f"{type(error).__name__}: {error}{cause}"
     return "nothing"
 
 
 def refusals(out: Path) -> None:
     found = {name: refusal(fit) for name, fit in REFUSED.items()}
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        out.write_text(json.dumps(found))
+    out.with_suffix(f".{os.environ.get('LOCAL_RANK', '0')}").write_text(json.dumps(found))
 
 
 def main(how: str, argument: str) -> None:

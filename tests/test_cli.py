@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 import yaml
 from test_trainer import events
 
@@ -125,6 +126,64 @@ class TestCertify:
         error = capsys.readouterr().err
         assert words in error
         assert "Traceback" not in error
+
+
+class TestAModuleWithTheMixin:
+    """README's `class Cleaner(IVSPMixin, LightningModule)`, by its dotted path."""
+
+    CALL = ("--model=modules.Cleaner", "--model.n_train=30", "--data=modules.CleanerData", "--trainer.accelerator=cpu")
+
+    def test_fit_and_certify(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        quiet = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_epochs=1")
+        main(["fit", *self.CALL, *quiet, f"--trainer.default_root_dir={tmp_path}"])
+        assert "IVSP on Cleaner" in capsys.readouterr().out
+        (config,) = tmp_path.rglob("config.yaml")
+        main(["certify", "--config", str(config), "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt")])
+        assert "IVSP on Cleaner, last.ckpt" in capsys.readouterr().out
+
+    def test_probe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["probe", *self.CALL])
+        assert "IVSP on Cleaner, delta 0.001" in capsys.readouterr().out
+
+
+class TestWhatIsNoCheckpoint:
+    """A file that `certify` or `fit` cannot go on from: one line, and no traceback."""
+
+    FILES: ClassVar[dict[str, Any]] = {
+        "bare": lambda path: torch.save(torch.nn.Linear(2, 3).state_dict(), path),
+        "tensor": lambda path: torch.save(torch.ones(3), path),
+        "text": lambda path: path.write_text("hello"),
+        "empty": lambda path: path.write_bytes(b""),
+        "bytes": lambda path: path.write_bytes(bytes(range(256))),
+    }
+
+    @pytest.mark.parametrize("command", ["certify", "fit"])
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("bare", "is a file of torch, but no checkpoint of Lightning: it must be what `Trainer.save_checkpoint`"),
+            ("tensor", "is a file of torch, but no checkpoint of Lightning"),
+            ("text", "is not a whole checkpoint of tensors and plain values: torch cannot read it"),
+            ("empty", "is not a whole checkpoint of tensors and plain values: "),
+            ("bytes", "is not a whole checkpoint of tensors and plain values: "),
+        ],
+    )
+    def test_it_is_refused(self, tmp_path: Path, capsys: Any, command: str, name: str, words: str) -> None:
+        path = tmp_path / "run.ckpt"
+        self.FILES[name](path)
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", "--ckpt_path", str(path)])
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert f"lightning-bilevel: `ckpt_path='{path}'` {words}" in error
+        assert "Traceback" not in error
+
+    def test_hyper_parameters_of_another_module_are_named_as_before(self, tmp_path: Path, capsys: Any) -> None:
+        torch.save({"hyper_parameters": {"colour": "red"}}, tmp_path / "run.ckpt")
+        with pytest.raises(SystemExit) as stop:
+            main(["certify", "--config", str(CONFIG), "--ckpt_path", str(tmp_path / "run.ckpt")])
+        assert stop.value.code == 2
+        assert "colour" in capsys.readouterr().err
 
 
 def test_validate_and_test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from test_mixin import trainer
 from lightning_bilevel import OptimizationBudget
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.budget import seconds
-from lightning_bilevel.compare import _TimedEpochs
+from lightning_bilevel.compare import _TimedEpochs, compare
 from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
 
 SYNTHETIC = Path(__file__).parent.parent / "configs" / "synthetic"
@@ -257,3 +257,27 @@ def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == "method,solver,iteration,optimization_time,passes,loss,auroc"
     write_figure(tmp_path / "f", results, "title")
     assert (tmp_path / "f.svg").exists()
+
+
+class TestAModuleOfTheUsers:
+    """Such as README's, with the mixin and without validation."""
+
+    def config(self, tmp_path: Path, **model: Any) -> Path:
+        content = {"seed_everything": 0, "trainer": {"accelerator": "cpu"}, "data": {"class_path": "modules.CleanerData"}}
+        path = tmp_path / "own.yaml"
+        path.write_text(yaml.safe_dump({**content, "model": model}))
+        return path
+
+    def test_it_is_evaluated_all_the_same(self, tmp_path: Path) -> None:
+        path = self.config(tmp_path, class_path="modules.Cleaner", init_args={"n_train": 30})
+        (result,) = compare([path], 0.2, tmp_path / "out", evaluations=2)
+        assert result.error is None
+        assert result.solver == "IVSP"
+        assert len(result.rows) == 2
+        assert result.rows[-1]["optimization_time"] >= 0.2
+        assert "kkt_residual" in result.rows[-1]
+
+    def test_a_module_that_is_not_told_its_solver(self, tmp_path: Path) -> None:
+        path = self.config(tmp_path, class_path="wrong_modules.Right")
+        with pytest.raises(ValueError, match=r"`Right` is not told its solver by the config: give its `__init__` an argument"):
+            compare([path], 0.2, tmp_path / "out")

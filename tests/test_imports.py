@@ -11,6 +11,7 @@ import lightning_bilevel
 PACKAGE = Path(lightning_bilevel.__file__).parent
 CORE = [
     "scalars",
+    "leaves",
     "problem",
     "sets",
     "penalty",

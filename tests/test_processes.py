@@ -81,13 +81,13 @@ def start(case: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    out = tmp_path_factory.mktemp("refusals") / "out.json"
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each wrong module or loader was refused with, in both of two processes."""
+    out = tmp_path_factory.mktemp("refusals") / "out"
     process = started(HERE / "parallel_faults.py", "refusals", out, cwd=out.parent)  # they leave files where they run
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    found: dict[str, str] = json.loads(out.read_text())
-    return found
+    return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,26 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("summed", r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the parts of 2 processes"),
         ("positional", r"`Positional.lower_loss` on the whole batch .* by its number, carried in the batch"),
         ("normalised", r"`Normalised.upper_loss` on the whole batch .* nor normalised over the batch"),
+        ("of all", r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this process's part of 15 .*number"),
         ("lengths", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
+        ("lengths of one chunk", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
         ("loaders", r"`Weighting` was given different batches in different processes.*use_distributed_sampler=False"),
         ("nan", r"IVSP stopped in outer iteration 3: in each of 100 trials .*: The upper-level function f returned a value nan"),
         ("drift", r"after outer iteration 2 the processes do not hold the same point"),
         ("same loaders", "^nothing$"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(refusals: dict[str, str], what: str, sentence: str) -> None:
-    assert re.search(sentence, refusals[what])
+def test_what_would_be_silently_wrong_is_refused(refusals: list[dict[str, str]], what: str, sentence: str) -> None:
+    assert [bool(re.search(sentence, told[what])) for told in refusals] == [True, True], [told[what] for told in refusals]
+
+
+def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: list[dict[str, str]]) -> None:
+    works, fails = (told["of three"] for told in refusals)
+    start = "ValueError: `OfAll.lower_loss` works on the whole batch of 3 samples and fails on"
+    assert works.startswith(f"{start} the part of another process: over several processes a loss must be a mean")
+    assert fails.startswith(f"{start} this process's part of 2 (RuntimeError: The size of tensor a (3) must match")
+    assert fails.endswith(" from RuntimeError")  # whose traceback leads to the line
+    assert "from" not in works
 
 
 def gone(pid: int) -> bool:
@@ -165,6 +176,23 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     assert result["rows"][-1]["optimization_time"] >= 0.3
     assert len(result["rows"]) >= 2
     assert printed.count("| ivsp |") == 1  # one process prints
+
+
+def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None:
+    quiet = ["--trainer.logger=false", "--trainer.max_steps=3", f"--trainer.default_root_dir={tmp_path}"]
+    path = two_process_config(tmp_path)
+    command = ["-m", "lightning_bilevel"]
+    one = started(*command, "fit", "--config", path, *quiet, "--trainer.devices=1", "--trainer.strategy=auto", cwd=tmp_path)
+    _, errors = one.communicate(timeout=120)
+    assert one.returncode == 0, errors
+    checkpoint = ["--ckpt_path", tmp_path / "checkpoints" / "last.ckpt"]
+    calls = {"certify": started(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)}
+    calls["probe"] = started(*command, "probe", "--config", path, *quiet, cwd=tmp_path)
+    for name, process in calls.items():
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, (name, errors)
+        assert "Starting with 2 processes" in errors, name
+        assert printed.count("IVSP on SineProblem") == 1, name
 
 
 def test_sigterm_to_the_first_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:

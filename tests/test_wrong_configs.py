@@ -45,7 +45,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (MODEL + "n", "many", 2, "model.n: expected int, got many"),
     (MODEL + "c", [1.0, 2.0], 1, "`SineProblem(c=...)` has 2 entries"),
     ("model.class_path", "SinProblem", 2, "model: there is no class SinProblem"),
-    ("model.class_path", "torch.nn.Linear", 2, "torch.nn.Linear does not correspond to a subclass of BilevelModule"),
+    ("model.class_path", "torch.nn.Linear", 2, "model: expected a class that inherits from BilevelModule, or from BilevelMixin"),
+    ("model.class_path", "torch.nn.Linear", 2, "and LightningModule, got torch.nn.Linear"),
     ("model", ..., 2, "required: fit.model"),
     ("data", ..., 2, "required: fit.data"),
     ("data.class_path", "NoData", 2, "data: there is no class NoData"),
@@ -77,6 +78,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("extra", 1, 2, "does not accept option 'extra'"),
 ]
 MODULES: list[tuple[str, int, str]] = [
+    ("OneLevel", 2, "or from BilevelMixin and LightningModule, got wrong_modules.OneLevel"),
+    ("NoModule", 1, "`model` must be a `LightningModule`"),
     ("NoUpperLoss", 1, "`NoUpperLoss` must define `upper_loss(batch)`"),
     ("Undeclared", 1, "`Undeclared` has not declared its levels: call `self.declare("),
     ("Solverless", 1, "`Solverless.declare()` needs a solver"),
@@ -184,6 +187,13 @@ def test_a_config_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     ("arguments", "code", "words"),
     [
         (["fit", "--config", "wrong.yaml", "--model.solver.init_args.rho", "2.0"], 1, "`rho=2.0` must be smaller than 1/sigma"),
+        (["fit", "--model", "wrong_modules.OneLevel", "--data=FullBatchDataModule"], 2, "got wrong_modules.OneLevel\n"),
+        (["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"], 2, "model: module 'wrong_modules' has no"),
+        (
+            ["fit", "--model", "SinProblem", "--data=FullBatchDataModule"],
+            2,
+            "no class SinProblem: write a known name or a dotted",
+        ),
         (["compare", "nowhere"], 2, "there is no such file or folder"),
     ],
 )

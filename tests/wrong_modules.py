@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bilevel import IVSP, BilevelModule, Box
+from lightning_bilevel import IVSP, BilevelModule, Box, IVSPMixin
 
 
 class Right(BilevelModule):
@@ -35,6 +36,14 @@ class NoUpperLoss(BilevelModule):
         super().__init__()
         self.x, self.y = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
         self.declare(upper=self.x, lower=self.y, solver=IVSP)
+
+
+class OneLevel(LightningModule):
+    """Without the mixin."""
+
+
+class NoModule(IVSPMixin):
+    """Without LightningModule."""
 
 
 class Undeclared(Right):

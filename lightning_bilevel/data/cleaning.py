@@ -160,7 +160,7 @@ class CleaningData(FullBatchDataModule):
         self.upper = self.validation = self._batch(*sets["validation"])
         self.test = self._batch(*sets["test"]) if "test" in sets else None
 
-    def val_dataloader(self) -> list[Repeated]:  # type: ignore[override]  # two loaders where the base has one
+    def val_dataloader(self) -> list[Repeated]:
         """Return the validation set and, if there is one, the test set."""
         return [self._parts(batch) for batch in (self.validation, self.test) if batch is not None]
 

@@ -185,7 +185,7 @@ class EpisodeData(FullBatchDataModule):
         self.lower = (train.support, train.support_labels, index)
         self.validation, self.test = episodes["validation"], episodes["test"]
 
-    def val_dataloader(self) -> list[Repeated]:  # type: ignore[override]  # two loaders where the base has one
+    def val_dataloader(self) -> list[Repeated]:
         """Return the validation episodes and the test episodes."""
         return [self._loader(episodes, 1) for episodes in (self.validation, self.test)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
@@ -9,9 +10,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_bilevel.leaves import tensors
 
 __all__ = ["Chunks", "FullBatchDataModule", "as_chunks", "samples_in"]
 
@@ -53,7 +59,7 @@ class Chunks:
 
 def samples_in(batch: Any) -> int:
     """Return the length of the first tensor of a batch; 0 where it has none."""
-    return next((len(tensor) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim), 0)
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), 0)
 
 
 def as_chunks(batch: Any) -> Chunks:
@@ -88,16 +94,26 @@ class Repeated:
         """Restore nothing, see :meth:`state_dict`."""
 
 
+class NoValidation(Repeated):
+    """A loader without a batch, at which Lightning skips validation."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 0)
+        # Lightning asks whether that was the intention; it was.
+        warnings.filterwarnings("ignore", message="Total length of `NoValidation` across ranks is zero")
+
+
 class FullBatchDataModule(LightningDataModule):
     """Hands out the same full batch at each step: one batch is one outer iteration.
 
-    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``; a problem without data needs none.
+    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``; a problem without data needs none, and
+    its steps are given ``{}``.
 
     Args:
         upper: The batch of the upper level, or its chunks.
         lower: The batch of the lower level, or its chunks.
-        validation: The batch that ``validation_step`` is given.
-        test: The batch that ``test_step`` is given.
+        validation: The batch that ``validation_step`` is given; without one there is no validation.
+        test: The batch that ``test_step`` and ``predict_step`` are given.
         epoch_length: Outer iterations per epoch, after which validation, checkpoints and the progress bar have their turn.
     """
 
@@ -111,16 +127,57 @@ class FullBatchDataModule(LightningDataModule):
         self.epoch_length = epoch_length
 
     def train_dataloader(self) -> Repeated:
-        return self._loader({"upper": self.upper, "lower": self.lower}, self.epoch_length)
+        levels = {"upper": self.upper, "lower": self.lower}
+        missing = [name for name, batch in levels.items() if batch is None]
+        if len(missing) == 1:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: give `{missing[0]}` too, "
+                "`{}` if its loss needs no data."
+            )
+        return self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
 
-    def val_dataloader(self) -> Repeated:
-        return self._loader(self.validation, 1)
+    def val_dataloader(self) -> Repeated | list[Repeated]:
+        if self._has("validation"):
+            return self._loader(self._batch_of("validation"), 1)
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise MisconfigurationException(f"`{type(self).__name__}` has no validation set: give it one, or do not validate.")
+        return NoValidation()
 
     def test_dataloader(self) -> Repeated:
-        return self._loader(self.test, 1)
+        if not self._has("test"):
+            raise MisconfigurationException(f"`{type(self).__name__}` has no test set: give it one, or do not test.")
+        return self._loader(self._batch_of("test"), 1)
+
+    def predict_dataloader(self) -> Repeated:
+        """Return what is tested on."""
+        if self.test is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has no test set, which is what it predicts: give it one, or give "
+                "`Trainer.predict(dataloaders=...)` what to predict."
+            )
+        return self.test_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # it is there already
+
+    def _has(self, name: str) -> bool:
+        """Whether there is such a batch; a problem without any data is validated and tested all the same."""
+        return getattr(self, name) is not None or (self.upper is None and self.lower is None)
+
+    def _batch_of(self, name: str) -> Any:
+        batch = getattr(self, name)
+        if isinstance(batch, (DataLoader, CombinedLoader, Dataset)):
+            kind, call = type(batch).__name__, type(self).__name__
+            way = (
+                'pass `{"upper": loader, "lower": loader}` to `Trainer.fit`'
+                if name in ("upper", "lower")
+                else "pass the loader to the Trainer"
+            )
+            raise MisconfigurationException(
+                f"`{call}({name}=...)` is a {kind}: it must be a batch, which is handed out as it is. Give its tensors, such as "
+                f"`(inputs, labels)`; or, for batches that change, {way}."
+            )
+        return batch
 
     def _loader(self, batch: Any, length: int) -> Repeated:
         if self.trainer is not None:

@@ -236,6 +236,9 @@ class FewShot(BilevelModule):
     def test_step(self, batch: Episodes, batch_idx: int) -> None:
         self._log_queries("test", batch)
 
+    def predict_step(self, batch: Episodes, batch_idx: int) -> Tensor:
+        return self.predict(batch)
+
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
         logits = self.predict(episodes)
         wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()

@@ -150,6 +150,11 @@ class HyperCleaning(BilevelModule):
         images, labels = batch
         self._log_error(self(images), labels)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the logits of the classes; labels, if there are any, are not looked at."""
+        logits: Tensor = self(batch[0])
+        return logits
+
     def _log_error(self, logits: Tensor, labels: Tensor, **options: Any) -> None:
         accuracy = multiclass_accuracy(logits, labels, num_classes=self.classes, average="micro")
         self.log("test_error", 1 - accuracy, prog_bar=True, batch_size=len(labels), **options)
