@@ -47,13 +47,15 @@ class _Current:
 
     Attributes:
         contents: The leaves of the batch.
-        batch: What this process evaluates of it.
+        batch: The batch.
+        part: What this process evaluates of it.
         problem: f and g on it.
         scaled: The same in the units of the solver.
     """
 
     contents: list[tuple[Any, int]]
     batch: Any
+    part: Any
     problem: BilevelProblem
     scaled: BilevelProblem
 
@@ -248,13 +250,8 @@ class BilevelMixin:
                 "have a fixed length. Freeze before `Trainer.fit`; to train others, call it once more."
             )
         before = self._current
-        if before is not None and isinstance(batch, dict):
-            ended = [level for level in ("upper", "lower") if batch.get(level) is None and before.batch[level] is not None]
-            if ended:
-                raise MisconfigurationException(
-                    f"`{type(self).__name__}` was given a batch without data for the {ended[0]} level, whose loader has ended: use "
-                    '`CombinedLoader(..., "max_size_cycle")`, which starts it again, or "min_size".'
-                )
+        if before is not None:
+            self._check_ended(batch, before.batch)
         current = self._problem_on(batch)
         self._batches_change = self._batches_change or (before is not None and current.contents is not before.contents)
         info: StepInfo = self._optimizer().step(problem=current.scaled)
@@ -482,6 +479,14 @@ class BilevelMixin:
             )
         return optimizer
 
+    def _check_ended(self, batch: Any, before: Any) -> None:
+        for level in ("upper", "lower"):
+            if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
+                raise MisconfigurationException(
+                    f"`{type(self).__name__}` was given a batch without data for the {level} level, whose loader has ended: "
+                    'use `CombinedLoader(..., "max_size_cycle")`, which starts it again, or "min_size".'
+                )
+
     def _publish(self, info: StepInfo) -> None:
         """Give the record of a step to callbacks and progress bar; and, where its turn has come, to loggers."""
         trainer: Any = self._module().trainer
@@ -515,7 +520,7 @@ class BilevelMixin:
         if point is not None:
             start = problem.check(*point)
             self._start = self._start or start
-        return _Current(contents, part, problem, problem.in_units(*self._declared().units))
+        return _Current(contents, batch, part, problem, problem.in_units(*self._declared().units))
 
     def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> tuple[BilevelProblem, Any]:
         """Return the problem on a batch, shared by all processes of the Trainer, and what this process evaluates of the batch."""
@@ -599,9 +604,9 @@ class BilevelMixin:
         assert self._current is not None
         total = 0.0
         split = self.lower_features or self.lower_outputs
-        for part in as_chunks(self._current.batch["lower"]).batches:
+        for part in as_chunks(self._current.part["lower"]).batches:
             total += float((self.lower_loss(part, split(part)) if split is not None else self.lower_loss(part)).detach())
-        for part in as_chunks(self._current.batch["upper"]).batches:
+        for part in as_chunks(self._current.part["upper"]).batches:
             total += float(self.upper_loss(part).detach())
         return total
 
@@ -617,10 +622,6 @@ class BilevelMixin:
 
     def _check_trainer(self) -> None:
         trainer: Any = self._module().trainer
-        for callback in trainer.callbacks:
-            why = _why_not(callback, trainer)
-            if why:
-                raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{type(self).__name__}`: {why}")
         if trainer.precision not in ("32-true", "64-true"):
             raise MisconfigurationException(
                 f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
@@ -633,6 +634,10 @@ class BilevelMixin:
                 'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
                 "and `Chunks` evaluates a batch that is larger than memory."
             )
+        for callback in trainer.callbacks:
+            why = _why_not(callback, trainer)
+            if why:
+                raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{type(self).__name__}`: {why}")
 
 
 # Lightning looks up the signature of `training_step` at every step; here it finds it made already.

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,22 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, Encoded, Weighting, samples, weighting_data
 from test_mixin import same_parameters, trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import (
     IVSP,
+    MEHA,
     BilevelError,
     Box,
     CertificateReport,
     ConvergencePlot,
+    Envelope,
     FullBatchDataModule,
     IVSPMixin,
     KKTMonitor,
@@ -47,9 +51,11 @@ from lightning_bilevel import (
     SolverCallable,
     SolverMonitor,
 )
+from lightning_bilevel.reading import reading
 
 pytestmark = pytest.mark.compatibility
 
+MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 BATCH = {"upper": samples(20, 1), "lower": samples(30, 2)}
 
 
@@ -352,6 +358,38 @@ class TestTrainingStep:
                 return [solver], [torch.optim.lr_scheduler.ConstantLR(solver, factor=1.0)]
 
         assert fitted(tmp_path, Mine())[0].last_step.iteration == 6
+
+
+class TestMiniBatches:
+    """Batches that change: the certificate says what it is of, and a loader that has ended is named."""
+
+    @staticmethod
+    def loaders(sizes: dict[str, int], mode: str) -> Any:
+        made = {}
+        for (level, size), batch in zip(sizes.items(), (samples(20, 1), samples(30, 2)), strict=True):
+            made[level] = DataLoader(TensorDataset(*batch), batch_size=size, shuffle=False)
+        return CombinedLoader(made, mode)  # type: ignore[arg-type]
+
+    def run(self, tmp_path: Path, loader: Any) -> Any:
+        module = Weighting(solver=MEHA_STEPS, envelope=Envelope(0.1, 1.0, 1e-3))
+        trainer(tmp_path, max_steps=6).fit(module, loader, DataLoader(TensorDataset(*samples(20, 3)), batch_size=20))
+        return module
+
+    def test_a_certificate_of_a_mini_batch_is_labelled(self, tmp_path: Path) -> None:
+        module = self.run(tmp_path, self.loaders({"upper": 5, "lower": 10}, "max_size_cycle"))
+        certificate = module.certify()
+        assert ("evaluated on", "the last mini-batch, not all data") in certificate.rows()
+        assert "the last mini-batch, not all data" in reading(certificate)
+        assert module.certify(batch=BATCH).evaluated_on == ""
+        assert module.certify(batch=BATCH).upper != certificate.upper
+
+    def test_a_full_batch_that_is_collated_anew_is_none(self, tmp_path: Path) -> None:
+        module = self.run(tmp_path, self.loaders({"upper": 20, "lower": 30}, "max_size_cycle"))
+        assert module.certify().evaluated_on == ""
+
+    def test_a_level_without_data_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(MisconfigurationException, match=r"without data for the lower level.*max_size_cycle"):
+            self.run(tmp_path, self.loaders({"upper": 2, "lower": 10}, "max_size"))
 
 
 class Cleaner(IVSPMixin, LightningModule):

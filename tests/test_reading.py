@@ -354,8 +354,8 @@ class TestReport:
         run.fit(Weighting(), datamodule=weighting_data())
         assert (Path(logger.log_dir) / "certificate.json").exists()
 
-    def test_nothing_is_written_where_nothing_is_kept(self, tmp_path: Path) -> None:
-        trainer(tmp_path, max_steps=10, callbacks=[CertificateReport()]).fit(Weighting(), datamodule=weighting_data())
+    def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:
+        trainer(tmp_path, fast_dev_run=3, callbacks=[CertificateReport()]).fit(Weighting(), datamodule=weighting_data())
         assert list(tmp_path.iterdir()) == []
 
     def test_advice_is_printed_and_everything_is_published(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
