@@ -207,11 +207,12 @@ def certify(
     )
 
 
-def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int = 100) -> float:
+def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int = 45) -> float:
     r"""Return the :math:`\lambda \ge 0` that minimises the distance :math:`\Phi^s(\lambda)`.
 
     The distance to a closed convex cone is convex along the line :math:`\nabla f + \lambda \nabla R`, so a golden-section
-    search finds its minimum once doubling has bracketed it.
+    search finds its minimum once doubling has bracketed it. Each round keeps 0.62 of the bracket: 45 leave 4e-10 of it, below
+    which the distances that are compared differ by rounding.
     """
     high = 1.0
     while stationarity(2 * high) < stationarity(high) and high < 1e12:

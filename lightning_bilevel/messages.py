@@ -72,6 +72,8 @@ def parsing_error(message: str) -> str:
     given = re.search(r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message)
     if given and len(kept) == 1 and not re.search(", got |there is no class", kept[0]):
         kept = [f"{kept[0]}, got {given[1]}"]
+    if not kept:
+        kept = [" ".join(message.split())]  # another version of jsonargparse says it in other words: better those than none
     told = "; ".join(kept[:_REASONS]) + ("; ..." if len(kept) > _REASONS else "")
     return f"{'.'.join(keys)}: {told}" if keys else told
 

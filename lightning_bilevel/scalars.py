@@ -13,11 +13,16 @@ __all__ = ["dot", "norm", "squared_distance"]
 # On a CPU a longer vector is summed piece by piece: a product of that length is fetched from the system page by page, which takes
 # longer than its sum, while a piece stays in the cache.
 _PIECE = 1 << 16
+# Products of float32 numbers below that lose digits, and below 1e-45 they are 0: they are made in float64 then.
+_SMALL = 1e-30
 
 
 def dot(a: Tensor, b: Tensor) -> float:
     r"""Return :math:`\langle a, b \rangle`."""
-    return float(_in_pieces(lambda a, b: (a * b).sum(dtype=torch.float64), a, b))
+    value = float(_in_pieces(lambda a, b: (a * b).sum(dtype=torch.float64), a, b))
+    if abs(value) < _SMALL and a.dtype != torch.float64:
+        return float(_in_pieces(lambda a, b: (a.double() * b.double()).sum(), a, b))
+    return value
 
 
 def norm(a: Tensor) -> float:
@@ -27,7 +32,10 @@ def norm(a: Tensor) -> float:
 
 def squared_distance(a: Tensor, b: Tensor) -> float:
     r"""Return :math:`\|a - b\|^2`."""
-    return float(_in_pieces(lambda a, b: (a - b).square_().sum(dtype=torch.float64), a, b))
+    value = float(_in_pieces(lambda a, b: (a - b).square_().sum(dtype=torch.float64), a, b))
+    if value < _SMALL and a.dtype != torch.float64:
+        return float(_in_pieces(lambda a, b: (a - b).double().square_().sum(), a, b))
+    return value
 
 
 def _in_pieces(summed: Callable[..., Tensor], *vectors: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def solve(
     history, tally = [], Tally()
     for _ in range(max_steps):
         history.append(optimizer.step(problem=problem))
-        tally.add(history[-1], optimizer)
+        tally.add(history[-1])
     x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
     if envelope is not None:
         certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance, start=start)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_bilevel.penalty import smoothing_function
-from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.base import StepInfo
 from lightning_bilevel.solvers.ivsp import IVSPInfo
 
 __all__ = ["Tally"]
@@ -49,24 +48,22 @@ class Tally:
         """Forward and backward passes of f or g; the gap goes forward through g twice."""
         return self.upper_calls + self.lower_calls + 2 * self.gap_calls
 
-    def add(self, info: StepInfo, optimizer: BilevelOptimizer) -> None:
-        """Count one iteration of the solver."""
+    def add(self, info: StepInfo) -> None:
+        """Count one iteration."""
         self.iterations = info.iteration
         self.inner_iterations += info.inner_iterations
         self.upper_calls += info.calls.upper
         self.lower_calls += info.calls.lower
         self.gap_calls += info.calls.gap
         if isinstance(info, IVSPInfo):
-            c = optimizer.constants
             self.penalised = True
             self.trials += info.trials
-            self.capped += info.trials >= c["max_trials"] or c["L_max"] <= info.L
-            self.halvings = optimizer.memory["halvings"]
+            self.capped += info.capped
+            self.halvings = info.halvings
             self.penalty_updates = info.penalty_updates
             if info.penalty_updated:
                 self.last_update = info.iteration
-            above = info.residual > 2 * smoothing_function(c["smoothing"]).a * info.mu
-            self.above = self.above + 1 if above else 0
+            self.above = self.above + 1 if info.residual > info.threshold else 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts by name."""

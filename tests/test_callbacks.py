@@ -28,6 +28,7 @@ from torch.func import functional_call
 from lightning_bilevel import (
     BOME,
     F2SA,
+    IVSP,
     MEHA,
     SLM,
     VPBGD,
@@ -212,6 +213,19 @@ class TestPenaltyMonitor:
             assert event["step"] == step["step"] <= event["bound"] == step["mu"] * step["gamma"]
         assert monitor.last_update == updates[-1]["iteration"]
         assert monitor.constant_for == 80 - monitor.last_update
+
+    @pytest.mark.parametrize("solver", [PAPER, partial(IVSP, gamma0=2.0, c2=100.0, delta=1e-6)])
+    def test_the_penalty_after_an_update_is_that_of_the_next_iteration(self, tmp_path: Path, solver: Any) -> None:
+        """With the paper's grid and with IVSP's own, which halves."""
+        monitor, recorder = PenaltyMonitor(), Recorder()
+        ours = trainer(tmp_path, max_steps=120, precision="64-true", callbacks=[monitor, recorder])
+        ours.fit(SineProblem(n=30, solver=solver), datamodule=FullBatchDataModule())
+        gammas = {step["iteration"]: step["gamma"] for step in recorder.steps}
+        events = [event for event in monitor.events if event["iteration"] < 120]
+        assert len(events) >= 2
+        for event in events:
+            assert event["before"] == gammas[event["iteration"]]
+            assert event["after"] == gammas[event["iteration"] + 1]
 
     def test_text_and_marked_series(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path)

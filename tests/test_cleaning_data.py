@@ -32,7 +32,7 @@ from lightning_bilevel.data.corruption import corrupt_labels
 from lightning_bilevel.data.fullbatch import as_chunks
 from lightning_bilevel.data.samples import common_images, draw
 
-REAL = Path(os.environ.get("LIGHTNING_BILEVEL_DATA") or Path(__file__).parents[2] / "shared" / "data")
+REAL = Path(os.environ.get("LIGHTNING_BILEVEL_DATA") or "no data")
 
 
 def numbered(n: int, start: int = 0, size: int = 4) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_bilevel.__main__ import main
 from lightning_bilevel.compare import _parse
 
 ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", ROOT.parent / "shared" / "data"))
+DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
 CONFIG = ROOT / "configs" / "synthetic" / "ivsp.yaml"
 
 

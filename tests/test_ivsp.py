@@ -408,12 +408,38 @@ class TestOutsideChanges:
         for got, right in zip(point_of(optimizer), expected, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
 
-    def test_an_equal_problem_continues_the_run_at_no_cost(self) -> None:
+    def test_every_pass_on_changing_batches_is_counted(self) -> None:
+        """What is evaluated is what is counted, by the functions themselves."""
+        seen = {"f": 0, "g": 0}
+        optimizer = make_ivsp(self.problem)(groups(*self.problem.at()))
+
+        def counted(name: str, function: Any) -> Any:
+            def evaluate(x: Tensor, y: Tensor) -> Tensor:
+                seen[name] += 1
+                return function(x, y)
+
+            return evaluate
+
+        for number in range(6):
+            shifted = BilevelProblem(
+                counted("f", lambda x, y, n=number: self.problem.f(x, y) + 0.1 * n * x.sum()),
+                counted("g", lambda x, y, n=number: self.problem.g(x + 0.01 * n, y)),
+                self.problem.upper_set,
+                self.problem.lower_set,
+            )
+            seen.update(f=0, g=0)
+            info = optimizer.step(problem=shifted)
+            assert seen == {"f": info.calls.upper, "g": info.calls.lower + 2 * info.calls.gap}
+
+    def test_an_equal_problem_continues_the_run(self) -> None:
+        """Such as a full batch that is collated anew: one look at f and the gap shows that nothing has changed."""
         one, two = (make_ivsp(self.problem)(groups(*self.problem.at())) for _ in range(2))
         built = self.problem.build()
-        for _ in range(10):
+        for number in range(10):
             expected, got = one.step(problem=built), two.step(problem=self.problem.build())
-            assert facts(got) == facts(expected)
+            look = Calls(upper=1, gap=1) if number else Calls()
+            assert got.calls == expected.calls + look
+            assert facts(replace(got, calls=expected.calls)) == facts(expected)
         assert all(torch.equal(a, b) for a, b in zip(point_of(one), point_of(two), strict=True))
 
     @pytest.mark.parametrize(
@@ -571,6 +597,16 @@ class TestStateDict:
         two = copy.deepcopy(one)
         expected = [facts(info) for info in advance(one, built, 3)]
         assert [facts(info) for info in advance(two, built, 3)] == expected
+
+    def test_a_copy_with_a_unit_runs_on(self) -> None:
+        """g hardly moves with x: IVSP measures x in a larger unit."""
+        problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum())
+        one = IVSP(groups(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)))
+        advance(one, problem, 3)
+        assert dict(one.chosen)["unit of x"].split()[0] != "1"
+        two = copy.deepcopy(one)
+        expected = [facts(info) for info in advance(one, problem, 3)]
+        assert [facts(info) for info in advance(two, problem, 3)] == expected
 
 
 # ---------------------------------------------------------------- errors

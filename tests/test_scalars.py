@@ -31,3 +31,10 @@ def test_neither_changes_its_vectors() -> None:
     assert squared_distance(a, b) == 40.0
     assert torch.equal(a, torch.ones(10))
     assert torch.equal(b, torch.full((10,), 3.0))
+
+
+def test_squares_that_float32_does_not_hold() -> None:
+    tiny = torch.full((4,), 1e-30)
+    assert norm(tiny) == pytest.approx(2e-30, rel=1e-6)
+    assert squared_distance(tiny, torch.zeros(4)) == pytest.approx(4e-60, rel=1e-6)
+    assert dot(tiny, -tiny) == pytest.approx(-4e-60, rel=1e-6)

@@ -214,3 +214,8 @@ def test_a_users_own_error_keeps_its_traceback(tmp_path: Path) -> None:
 def test_many_reasons_are_cut() -> None:
     message = 'Parser key "a":\n' + "\n".join(f"  - reason {i}" for i in range(9))
     assert parsing_error(message) == "a: reason 0; reason 1; reason 2; ..."
+
+
+def test_a_message_of_which_nothing_is_left_stands_as_it_is() -> None:
+    message = 'Parser key "model.n":\n  Does not validate against anything\n    Subtypes: none'
+    assert parsing_error(message) == 'model.n: Parser key "model.n": Does not validate against anything Subtypes: none'

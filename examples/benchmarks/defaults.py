@@ -110,7 +110,7 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
         while relative > 1e-2 and iteration < steps:
             for _ in range(every):
                 info = solver.step(problem=problem)
-                tally.add(info, solver)
+                tally.add(info)
             iteration = info.iteration
             assert solver.envelope is not None
             tolerance = 1e-9 * solver.constants["L_yy"]

@@ -49,7 +49,7 @@ class CertificateReport(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
-            self.tally.add(pl_module.last_step, solver_of(trainer))
+            self.tally.add(pl_module.last_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import Monitor, solver_of
+from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.tensorboard import show_text
-from lightning_bilevel.penalty import inverse_penalty, smoothing_function
 from lightning_bilevel.solvers.ivsp import IVSPInfo
 
 __all__ = ["PenaltyMonitor"]
@@ -60,15 +59,14 @@ class PenaltyMonitor(Monitor):
             return
         self.iteration = info.iteration
         if info.penalty_updated:
-            c = solver_of(trainer).constants
             event = {
                 "iteration": info.iteration,
                 "before": info.gamma,
-                "after": inverse_penalty(info.penalty_updates, c["gamma0"]),
+                "after": info.gamma_next,
                 "residual": info.residual,
-                "threshold": 2 * smoothing_function(c["smoothing"]).a * info.mu,
+                "threshold": info.threshold,
                 "step": info.step,
-                "bound": c["c2"] * info.mu * info.gamma,
+                "bound": info.step_bound,
             }
             self.events.append(event)
             self.publish(trainer, {"bilevel/penalty_at_update": event["after"]}, info.iteration)

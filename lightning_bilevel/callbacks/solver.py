@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import Monitor, solver_of
+from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.mixin import is_logged
 from lightning_bilevel.solvers.base import StepInfo
 from lightning_bilevel.solvers.ivsp import IVSPInfo
@@ -45,7 +45,7 @@ class SolverMonitor(Monitor):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         info: StepInfo = pl_module.last_step
-        self.tally.add(info, solver_of(trainer))
+        self.tally.add(info)
         if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
             self._tell(trainer, info)
 

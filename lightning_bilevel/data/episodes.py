@@ -158,7 +158,7 @@ class EpisodeData(FullBatchDataModule):
                 raise ValueError(f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs {ways} classes.")
         self.ways, self.shots, self.queries = ways, shots, queries
         self.counts = dict(zip(SPLITS, (n_train, n_validation, n_test), strict=True))
-        self.classes, self.split_seed, self.seed = classes, split_seed, seed
+        self.split_sizes, self.split_seed, self.seed = classes, split_seed, seed
 
     @property
     def n_train(self) -> int:
@@ -190,10 +190,10 @@ class EpisodeData(FullBatchDataModule):
         return [self._loader(episodes, 1) for episodes in (self.validation, self.test)]
 
     def _class_splits(self, images: Tensor) -> list[Tensor]:
-        sizes, call = list(self.classes.values()), type(self).__name__
+        sizes, call = list(self.split_sizes.values()), type(self).__name__
         asked = sum(size if size is not None else self.ways for size in sizes)
         if asked > len(images):
-            given = ", ".join(f"{name}={size}" for name, size in self.classes.items())
+            given = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
             raise ValueError(f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are {len(images):,}.")
         if self.shots + self.queries > images.shape[1]:
             raise ValueError(

@@ -85,4 +85,4 @@ class GlyphEpisodes(EpisodeData):
 
     def load(self) -> Tensor:
         """Draw all glyphs."""
-        return draw_glyphs(sum(size or 0 for size in self.classes.values()), self.drawings, self.image_size, self.glyph_seed)
+        return draw_glyphs(sum(size or 0 for size in self.split_sizes.values()), self.drawings, self.image_size, self.glyph_seed)

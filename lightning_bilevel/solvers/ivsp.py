@@ -21,7 +21,7 @@ from lightning_bilevel.penalty import (
     smoothing_function,
     smoothing_parameter,
 )
-from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError
+from lightning_bilevel.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError, Upper
 from lightning_bilevel.scalars import dot, norm, squared_distance
 from lightning_bilevel.sets import ConvexSet, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
@@ -57,6 +57,11 @@ class IVSPInfo(StepInfo):
         trials: Trials of the line search.
         L: The accepted :math:`L_k`.
         L_start: The first trial's :math:`L_{k,0}`.
+        gamma_next: :math:`\gamma_{k+1}`, the inverse penalty of the next iteration.
+        threshold: :math:`2 a_\phi \mu_k`, above which a residual strengthens the penalty,
+        step_bound: :math:`c_2 \mu_k \gamma_k`, if the step is at most that.
+        halvings: How often the step of the inner loop has been halved.
+        capped: Whether the line search used up its trials or ended at L_max.
     """
 
     residual: float
@@ -69,6 +74,11 @@ class IVSPInfo(StepInfo):
     trials: int
     L: float
     L_start: float
+    gamma_next: float
+    threshold: float
+    step_bound: float
+    halvings: int
+    capped: bool
 
     NAMES: ClassVar[dict[str, str]] = {
         **StepInfo.NAMES,
@@ -225,9 +235,14 @@ class IVSP(BilevelOptimizer):
         left_out = [name for name in PER_TASK if given[name] is None]
         super().__init__(params, {"lr": 0.0, "unit": None, "estimated": " ".join(left_out), **given})
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0)
+
+    def _forget(self) -> None:
+        super()._forget()
         self._known: _Point | None = None
         self._scaled: tuple[BilevelProblem, BilevelProblem] | None = None
         self._stalled = False
+        # Whether the state is that of a checkpoint, or of a solver that was copied.
+        self._loaded = True
 
     @property
     def adaptive(self) -> bool:
@@ -364,7 +379,9 @@ class IVSP(BilevelOptimizer):
         self._keep(there)
         facts = {"upper": there.f, "lower": there.lower, "residual": there.residual, "multiplier": memory["multiplier"]}
         facts |= {"mu": now.mu, "zeta": zeta_next, "gamma": now.gamma, "L": L, "L_start": L_start, "step": accepted.step}
-        facts |= {"penalty_updated": updated, "penalty_updates": t + updated, "trials": trials}
+        facts |= {"penalty_updated": updated, "penalty_updates": t + updated, "trials": trials, "gamma_next": then.gamma}
+        facts |= {"threshold": 2 * phi.a * now.mu, "step_bound": c["c2"] * now.mu * now.gamma, "halvings": memory["halvings"]}
+        facts |= {"capped": trials >= c["max_trials"] or c["L_max"] <= L}
         return there.w[:split], there.w[split:], {**facts, "inner_iterations": problem.calls.lower - inner}
 
     def _parameters(self, k: int, t: int) -> _Parameters:
@@ -435,19 +452,24 @@ class IVSP(BilevelOptimizer):
             return self._known
         here = self._known_or_new(problem, x, y, zeta)
         self._keep(here)
+        self._loaded = False
         return here
 
     def _known_or_new(self, problem: BilevelProblem, x: Tensor, y: Tensor, zeta: float) -> _Point:
-        w, z = torch.cat([x, y]), self.memory.get("z")
-        if z is not None and z.shape == y.shape:
-            # A checkpoint holds z and the values that it gave. If f and R are still those, the data are the same, z is as
-            # accurate as it was, and the run goes on exactly as if it had not stopped; this is not a cost of the method.
-            calls = problem.calls
-            saved = self._measure(problem, problem.at(x), w, y, z, self.memory["halvings"])
-            problem.calls = calls
-            if saved.f == self.memory["f"] and saved.residual == self.memory["residual"]:
+        w, z, calls, lower = torch.cat([x, y]), self.memory.get("z"), problem.calls, problem.at(x)
+        if z is None or z.shape != y.shape:
+            return self._evaluate(problem, w, x.numel(), y, zeta)
+        # What is known is z and the values that it gave. If f and R are still those, the data are the same, z is as accurate as
+        # it was, and the run goes on exactly as if nothing had come between.
+        f = problem.upper(lower.x, y)
+        if f.value == self.memory["f"]:
+            saved = self._measure(problem, lower, w, y, z, self.memory["halvings"], f)
+            if saved.residual == self.memory["residual"]:
+                if self._loaded:
+                    problem.calls = calls  # a run that was not stopped knows all this
                 return saved
-        return self._evaluate(problem, w, x.numel(), y if z is None or z.shape != y.shape else z, zeta)
+        z, halvings = self._prox(problem, lower, y, z, zeta)
+        return self._measure(problem, lower, w, y, z, halvings, f)
 
     @property
     def _conditioned(self) -> bool:
@@ -505,12 +527,21 @@ class IVSP(BilevelOptimizer):
         # The paper's 1e-12 is for float64.
         return 1e-12 + (0.0 if dtype == torch.float64 else torch.finfo(dtype).eps * size)
 
-    def _measure(self, problem: BilevelProblem, lower: LowerLevel, w: Tensor, y: Tensor, z: Tensor, halvings: int) -> _Point:
+    def _measure(
+        self,
+        problem: BilevelProblem,
+        lower: LowerLevel,
+        w: Tensor,
+        y: Tensor,
+        z: Tensor,
+        halvings: int,
+        f: Upper | None = None,
+    ) -> _Point:
         # The gap first: it needs more memory than f, and so has not to hold the gradient of f as well.
         gap = evaluate_gap(lower, y, z, self._envelope)
         at_y, residual, grad_R = gap.lower, gap.residual, torch.cat([gap.grad_x, gap.grad_y])
         del gap
-        f = problem.upper(lower.x, y)
+        f = problem.upper(lower.x, y) if f is None else f
         grad_f = torch.cat([f.grad_x, f.grad_y])
         return _Point(w=w, f=f.value, grad_f=grad_f, z=z, lower=at_y, residual=residual, grad_R=grad_R, halvings=halvings)
 
