@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import Episodes, FewShot
-from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.cli.app import BilevelCLI
 
 STEPS, INNER_LR = 10, 0.1  # as every method here is evaluated
 

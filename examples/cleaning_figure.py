@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_bilevel import HyperCleaning, OptimizationBudget
-from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.data import CleaningData
 from lightning_bilevel.modules.hypercleaning import retrain
 

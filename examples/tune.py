@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from lightning_bilevel.callbacks.budget import seconds
-from lightning_bilevel.compare import compare
+from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.cli.compare import compare
 
 
 def lay_over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

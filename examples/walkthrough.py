@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from matplotlib.figure import Figure
 
 from lightning_bilevel import IVSP, Certificate, FullBatchDataModule, SineProblem
-from lightning_bilevel.reading import reading
+from lightning_bilevel.report.reading import reading
 
 
 # %% [markdown]

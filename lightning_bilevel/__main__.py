@@ -10,9 +10,9 @@ from argparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bilevel import compare, tasks
-from lightning_bilevel.cli import BilevelCLI
-from lightning_bilevel.messages import own_error, parsing_error
+from lightning_bilevel.cli import catalogue, compare
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.messages import own_error, parsing_error
 from lightning_bilevel.version import __version__
 
 __all__ = ["main"]
@@ -49,9 +49,9 @@ _OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, e
 def main(args: list[str] | None = None) -> None:
     """Run the command line; what the user got wrong ends with its sentence, without a traceback."""
     if args is None:
-        sys.argv[1:] = tasks.with_ready_configs(sys.argv[1:])  # in place: processes that Lightning starts are given the same
+        sys.argv[1:] = catalogue.with_ready_configs(sys.argv[1:])  # in place: processes that Lightning starts are given the same
     else:
-        args = tasks.with_ready_configs(args)
+        args = catalogue.with_ready_configs(args)
     given = sys.argv[1:] if args is None else args
     if given in ([], ["-h"], ["--help"]):
         print(OVERVIEW, end="")
@@ -61,7 +61,7 @@ def main(args: list[str] | None = None) -> None:
         return
     try:
         if given[:1] == ["tasks"]:
-            tasks.main(given[1:])
+            catalogue.main(given[1:])
         elif given[:1] == ["compare"]:
             compare.main(given[1:])
         else:

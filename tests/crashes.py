@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_bilevel import compare, files
+from lightning_bilevel import files
 from lightning_bilevel.__main__ import main
+from lightning_bilevel.cli import compare
 
 STEPS = 300
 SOLVERS = {

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from examples.benchmarks import __main__ as command
-from examples.benchmarks import boat, memory, results, target, tasks
-from examples.benchmarks.results import Curve, Row, Section
-from examples.benchmarks.timing import exponent, in_turns, ratio
+from benchmarks import __main__ as command
+from benchmarks import boat, memory, results, target, tasks
+from benchmarks.results import Curve, Row, Section
+from benchmarks.timing import exponent, in_turns, ratio
 from lightning_bilevel import DigitsCleaning
 
 TINY = tasks.Size(

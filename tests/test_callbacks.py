@@ -46,9 +46,9 @@ from lightning_bilevel import (
     SineProblem,
     SolverMonitor,
 )
-from lightning_bilevel.callbacks.convergence import draw
+from lightning_bilevel.callbacks.convergence_plot import draw
 from lightning_bilevel.callbacks.tensorboard import layout
-from lightning_bilevel.penalty import inverse_penalty
+from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 
 ENVELOPE = Envelope(rho=0.1, sigma=1.0, delta=1e-6)
 SOLVERS: dict[str, Any] = {
@@ -440,7 +440,7 @@ class TestIntervals:
         assert module.evaluation_time <= 0.3 * module.last_step.optimization_time
 
     def test_one_evaluation_serves_all_monitors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.mixin as mixin
+        import lightning_bilevel.plugin.mixin as mixin
 
         calls = []
         certify = mixin.certify
@@ -463,7 +463,7 @@ class TestIntervals:
         assert moved.lower != first.lower
 
     def test_looking_takes_no_optimisation_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.mixin as mixin
+        import lightning_bilevel.plugin.mixin as mixin
 
         certify = mixin.certify
         monkeypatch.setattr(mixin, "certify", lambda *args, **kwargs: time.sleep(0.3) or certify(*args, **kwargs))

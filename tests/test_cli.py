@@ -15,7 +15,7 @@ import yaml
 from test_trainer import events
 
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.compare import _parse
+from lightning_bilevel.cli.compare import _parse
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
@@ -104,7 +104,7 @@ class TestCertify:
         assert sorted(tmp_path.rglob("*")) == before  # it only looks
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.mixin as mixin
+        import lightning_bilevel.plugin.mixin as mixin
 
         seen, certify = [], mixin.certify
         monkeypatch.setattr(mixin, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))

@@ -18,9 +18,9 @@ from test_mixin import trainer
 
 from lightning_bilevel import OptimizationBudget
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.budget import seconds
-from lightning_bilevel.compare import _TimedEpochs, compare
-from lightning_bilevel.report import MethodResult, write_csv, write_figure, write_summary
+from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.cli.compare import _TimedEpochs, compare
+from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 
 SYNTHETIC = Path(__file__).parent.parent / "configs" / "synthetic"
 
@@ -91,7 +91,7 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
 
 
 def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_bilevel import compare as module
+    from lightning_bilevel.cli import compare as module
 
     out = tmp_path / "out"
     call = ["compare", str(small / "ivsp.yaml"), "--budget", "400ms", "--out", str(out), "--evaluations", "4"]

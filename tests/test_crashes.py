@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lightning_bilevel import BilevelError, LastCheckpoint, files
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.last import CheckpointError
-from lightning_bilevel.checkpoints import WholeFileIO
-from lightning_bilevel.cli import BilevelCLI
+from lightning_bilevel.callbacks.last_checkpoint import CheckpointError
+from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.plugin.checkpoints import WholeFileIO
 
 
 def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-    from lightning_bilevel import compare as module
+    from lightning_bilevel.cli import compare as module
 
     monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
     call = ["compare", str(HERE.parent / "configs/synthetic/ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]

@@ -10,14 +10,14 @@ import torch
 from helpers import PLAIN, groups, point_of
 from torch import Tensor
 
-from examples.benchmarks.defaults import solve_random
-from examples.benchmarks.random_problems import draw
+from benchmarks.defaults import solve_random
+from benchmarks.random_problems import draw
 from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.moreau import Envelope, gradient_error
-from lightning_bilevel.penalty import inverse_penalty
-from lightning_bilevel.probe import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.solvers.ivsp_defaults import PER_TASK, adapted_accuracy, corrected
+from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
+from lightning_bilevel.core.moreau import Envelope, gradient_error
+from lightning_bilevel.solvers.ivsp.choose import PER_TASK, adapted_accuracy, corrected
+from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 
 DOUBLE = torch.float64
 CURVATURES = torch.tensor([0.1, 2.0, -0.5, 1.0], dtype=DOUBLE)

@@ -13,9 +13,9 @@ from test_mixin import same_parameters, trainer
 from torch import Tensor
 
 from lightning_bilevel import Chunks, FullBatchDataModule
+from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
 from lightning_bilevel.data.fullbatch import samples_in
-from lightning_bilevel.leaves import leaves, map_tensors, tensors
-from lightning_bilevel.processes import part_of
+from lightning_bilevel.plugin.processes import part_of
 
 
 class Pair(NamedTuple):

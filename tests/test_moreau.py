@@ -9,9 +9,9 @@ import torch
 from helpers import PROBLEMS, Problem, random_problem, sine_functions
 from torch import Tensor
 
-from lightning_bilevel.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox, precise_prox
-from lightning_bilevel.problem import BilevelError, BilevelProblem, NonFiniteError
-from lightning_bilevel.sets import Box, ConvexSet, Free
+from lightning_bilevel.core.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox, precise_prox
+from lightning_bilevel.core.problem import BilevelError, BilevelProblem, NonFiniteError
+from lightning_bilevel.core.sets import Box, ConvexSet, Free
 
 CASES = [(seed, *shape) for seed in range(4) for shape in ((3, 5, 5.0), (4, 8, 0.5))]
 random_problems = pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import reference
 
-from lightning_bilevel.penalty import (
+from lightning_bilevel.solvers.ivsp.penalty import (
     Huber,
     Smoothing,
     Softplus,

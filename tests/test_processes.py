@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
 from lightning_bilevel.data.fullbatch import as_chunks
-from lightning_bilevel.processes import part_of
+from lightning_bilevel.plugin.processes import part_of
 
 HERE = Path(__file__).parent
 TASKS = ["sine", "cleaning", "fewshot"]

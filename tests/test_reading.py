@@ -36,9 +36,9 @@ from lightning_bilevel import (
     certify,
     solve,
 )
-from lightning_bilevel.kkt import Certificate as KKT
-from lightning_bilevel.reading import advice, reading
-from lightning_bilevel.tally import Tally
+from lightning_bilevel.core.certificate import Certificate as KKT
+from lightning_bilevel.report.reading import advice, reading
+from lightning_bilevel.report.tally import Tally
 
 GOOD = Certificate(
     stationarity=1.7e-5,

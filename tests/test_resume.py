@@ -18,7 +18,7 @@ from modules import MILD, PAPER, Weighting, weighting_data
 from test_mixin import trainer
 
 from lightning_bilevel import BOME, FullBatchDataModule, MoreauGapMonitor, SineProblem
-from lightning_bilevel.checkpoints import FORMAT, KEY, WholeFileIO
+from lightning_bilevel.plugin.checkpoints import FORMAT, KEY, WholeFileIO
 
 STEPS, EPOCH = 9, 3
 # Everything but the wall clock.

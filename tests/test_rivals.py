@@ -15,15 +15,15 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelProblem
-from lightning_bilevel.schedule import Power, stored, value_at
-from lightning_bilevel.sets import Box, Free
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import Box, Free
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.bome import BOME
 from lightning_bilevel.solvers.f2sa import F2SA
 from lightning_bilevel.solvers.inner import MultiplierInfo
 from lightning_bilevel.solvers.meha import MEHA
 from lightning_bilevel.solvers.pngbio import PNGBiO
+from lightning_bilevel.solvers.schedule import Power, stored, value_at
 from lightning_bilevel.solvers.slm import SLM
 from lightning_bilevel.solvers.vpbgd import VPBGD
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_bilevel import scalars
-from lightning_bilevel.scalars import dot, norm, squared_distance
+from lightning_bilevel.core import vectors
+from lightning_bilevel.core.vectors import dot, norm, squared_distance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 1000, scalars._PIECE, scalars._PIECE + 1, 3 * scalars._PIECE + 17])
+@pytest.mark.parametrize("size", [1, 1000, vectors._PIECE, vectors._PIECE + 1, 3 * vectors._PIECE + 17])
 def test_a_sum_in_pieces_is_the_sum(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
@@ -21,7 +21,7 @@ def test_a_sum_in_pieces_is_the_sum(size: int, dtype: torch.dtype) -> None:
 
 
 def test_one_piece_is_one_sum() -> None:
-    a, b = torch.randn(2, scalars._PIECE, generator=torch.Generator().manual_seed(1))
+    a, b = torch.randn(2, vectors._PIECE, generator=torch.Generator().manual_seed(1))
     assert dot(a, b) == float((a * b).sum(dtype=torch.float64))
     assert squared_distance(a, b) == dot(a - b, a - b)
 

@@ -7,7 +7,7 @@ import torch
 from helpers import simplex_projection
 from torch import Tensor
 
-from lightning_bilevel.sets import Ball, Box, ConvexSet, Free, NonNegative, Product, Scaled, Simplex
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, NonNegative, Product, Scaled, Simplex
 
 N, INF = 6, float("inf")
 SETS: dict[str, ConvexSet] = {

@@ -11,10 +11,10 @@ import pytest
 from test_imports import PUBLIC
 
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.budget import seconds
-from lightning_bilevel.cli import BilevelCLI
-from lightning_bilevel.compare import _files
-from lightning_bilevel.tasks import ready
+from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.catalogue import ready
+from lightning_bilevel.cli.compare import _files
 
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}

@@ -10,8 +10,8 @@ import yaml
 
 import lightning_bilevel
 from lightning_bilevel.__main__ import OVERVIEW, main
-from lightning_bilevel.cli import BilevelCLI
-from lightning_bilevel.tasks import TASKS, folder, ready, with_ready_configs
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.catalogue import TASKS, folder, ready, with_ready_configs
 
 ROOT = Path(__file__).parent.parent
 IVSP = folder() / "synthetic" / "ivsp.yaml"

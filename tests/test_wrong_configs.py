@@ -12,7 +12,7 @@ import yaml
 from test_processes import HERE, started
 
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.messages import parsing_error
+from lightning_bilevel.cli.messages import parsing_error
 
 CONFIG = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
 SOLVER, MODEL = "model.init_args.solver.init_args.", "model.init_args."

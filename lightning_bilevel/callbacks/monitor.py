@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.tensorboard import show_layout
-from lightning_bilevel.kkt import Certificate
-from lightning_bilevel.mixin import BilevelMixin
-from lightning_bilevel.moreau import Envelope
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["CertificateMonitor", "Monitor", "is_underway", "publish", "run_folder", "solver_of", "usual_tolerance"]

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.ivsp import IVSP
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["layout", "show_figure", "show_hyperparameters", "show_layout", "show_text"]
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bilevel.leaves import tensors
+from lightning_bilevel.core.leaves import tensors
 
 __all__ = ["Chunks", "FullBatchDataModule", "as_chunks", "samples_in"]
 

@@ -10,14 +10,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy, max_pool2d
 
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.data.fullbatch import Chunks, as_chunks
-from lightning_bilevel.mixin import BilevelModule
-from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelProblem
-from lightning_bilevel.sets import Box
+from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.ivsp import IVSP
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["Conv4", "FewShot", "TaskHeads", "adapt"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bilevel.mixin import BilevelModule
-from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.sets import Box
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.sets import Box
+from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.ivsp import IVSP
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["SineProblem"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bilevel.moreau import Envelope
-from lightning_bilevel.problem import BilevelError, BilevelProblem, Calls, NonFiniteError
-from lightning_bilevel.scalars import norm
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelError, BilevelProblem, Calls, NonFiniteError
+from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelOptimizer", "SolverCallable", "StepInfo"]
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelProblem
-from lightning_bilevel.scalars import dot, norm
-from lightning_bilevel.schedule import stored
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import dot, norm
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import MultiplierInfo, descend
+from lightning_bilevel.solvers.schedule import stored
 
 __all__ = ["BOME"]
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelProblem
-from lightning_bilevel.scalars import norm
-from lightning_bilevel.schedule import Power, stored, value_at
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
+from lightning_bilevel.solvers.schedule import Power, stored, value_at
 
 __all__ = ["F2SA"]
 
@@ -47,7 +47,7 @@ class F2SA(BilevelOptimizer):
         multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"`` is
             :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
 
-    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.schedule.Power`). The defaults are generic.
+    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are generic.
 
     References:
         Kwon, Kwon, Wright, Nowak: A Fully First-Order Method for Stochastic Bilevel Optimization. ICML 2023.

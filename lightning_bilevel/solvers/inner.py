@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_bilevel.problem import LowerLevel
-from lightning_bilevel.sets import ConvexSet
+from lightning_bilevel.core.problem import LowerLevel
+from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 
 __all__ = ["MultiplierInfo", "descend", "remembered"]

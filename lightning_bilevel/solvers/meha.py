@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bilevel.moreau import projected_step, slope_of_psi
-from lightning_bilevel.problem import BilevelProblem, LowerLevel
-from lightning_bilevel.scalars import norm
-from lightning_bilevel.schedule import Power, stored, value_at
-from lightning_bilevel.sets import ConvexSet
+from lightning_bilevel.core.moreau import projected_step, slope_of_psi
+from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.inner import remembered
+from lightning_bilevel.solvers.schedule import Power, stored, value_at
 
 __all__ = ["MEHA", "bracket_x", "bracket_y", "prox_step"]
 
@@ -69,7 +69,7 @@ class MEHA(BilevelOptimizer):
         gamma: :math:`\gamma`, the proximal parameter; below 1/(weak-convexity modulus of g(x, .)).
         c: :math:`c_k`, the penalty, which divides f: the larger, the closer the lower level is held to stationarity.
 
-    The steps and c are numbers or schedules (:class:`~lightning_bilevel.schedule.Power`). The defaults are generic: steps
+    The steps and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are generic: steps
     that suit functions of curvature about 1, and a slowly growing penalty.
 
     References:

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelProblem, LowerLevel
-from lightning_bilevel.scalars import norm
-from lightning_bilevel.schedule import Power, stored, value_at
+from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.meha import bracket_x, bracket_y, prox_step
+from lightning_bilevel.solvers.schedule import Power, stored, value_at
 
 __all__ = ["PNGBiO"]
 
@@ -55,7 +55,8 @@ class PNGBiO(BilevelOptimizer):
         norms: ``"separate"`` normalises the two directions each by itself, as above; ``"joint"`` takes both at
             :math:`(x^k, y^k)` and divides them by the norm of :math:`(d_x, d_y)`.
 
-    alpha, beta, eta and c are numbers or schedules (:class:`~lightning_bilevel.schedule.Power`). The defaults are generic.
+    alpha, beta, eta and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are
+    generic.
 
     References:
         Zhang, Huang, Huang: Generalized Smooth Bilevel Optimization with Nonconvex Lower-Level. ICML 2025.

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_bilevel.problem import BilevelProblem
-from lightning_bilevel.scalars import norm
-from lightning_bilevel.schedule import Power, stored, value_at
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
+from lightning_bilevel.solvers.schedule import Power, stored, value_at
 
 __all__ = ["VPBGD"]
 
@@ -38,7 +38,7 @@ class VPBGD(BilevelOptimizer):
         alpha: :math:`\alpha`, the step of x and y.
         beta: :math:`\beta`, the step of the inner variable w.
         gamma: :math:`\gamma_k`, the penalty, which multiplies the gap; a number or a schedule
-            (:class:`~lightning_bilevel.schedule.Power`).
+            (:class:`~lightning_bilevel.solvers.schedule.Power`).
         T: The inner steps.
         restart: Whether w starts at y in each iteration, as above, or goes on from where it was.
 

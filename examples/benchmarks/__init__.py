@@ -1,1 +1,0 @@
-"""How fast the library is, next to what people use instead. Run: python -m examples.benchmarks"""

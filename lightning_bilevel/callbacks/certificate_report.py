@@ -1,0 +1,155 @@
+"""The certificate at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
+from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
+from lightning_bilevel.core.certificate import Certificate, table
+from lightning_bilevel.files import write_whole
+from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.report.reading import advice, reading
+from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.solvers.base import BilevelOptimizer
+
+__all__ = ["CertificateReport", "as_text"]
+
+
+class CertificateReport(Callback):
+    """Evaluates the certificate when fit ends, and says in plain words what it means.
+
+    It is printed as a table with its reading and advice, stands in ``trainer.callback_metrics`` and with the loggers (in
+    TensorBoard as text, and as a line of the HParams table), and is saved as ``certificate.json`` in the folder of the
+    checkpoints; where there are none, in that of the logs; without a logger, in the Trainer's ``default_root_dir``.
+
+    Args:
+        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and 1e-5
+            in float32.
+
+    Attributes:
+        certificate: The certificate, once fit has ended.
+        tally: The counts that the reading is based on.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        if tolerance is not None and tolerance <= 0:
+            raise ValueError(f"`CertificateReport(tolerance={tolerance})` must be positive.")
+        self.tolerance = tolerance
+        self.certificate: Certificate | None = None
+        self.tally = Tally()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
+            self.tally.add(pl_module.last_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if not isinstance(pl_module, BilevelMixin) or pl_module.last_step is None:
+            return
+        optimizer, iteration = solver_of(trainer), pl_module.last_step.iteration
+        self.certificate = pl_module.certify(tolerance=self.tolerance)
+        title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
+        text = as_text(title, self.certificate, self.tally, optimizer, _validation(trainer))
+        self._print(text)
+        final = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
+        if self.certificate is not None:
+            metrics = _metrics(self.certificate)
+            publish(trainer, metrics, iteration)
+            show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)  # indented: as it stands, in Markdown
+            final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
+            self._save(trainer, run_folder(trainer), title, optimizer)
+        final["bilevel/optimization_time"] = optimizer.memory["optimization_time"]
+        show_hyperparameters(trainer, _parameters(pl_module, optimizer), final, iteration)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.tally.as_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tally = Tally(**state_dict)
+
+    @rank_zero_only
+    def _print(self, text: str) -> None:
+        print(f"\n{text}")
+
+    @rank_zero_only
+    def _save(self, trainer: Trainer, folder: Path | None, title: str, optimizer: BilevelOptimizer) -> None:
+        checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if folder is None or self.certificate is None:
+            return
+        path = Path(checkpoints or folder) / "certificate.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "run": title,
+            "iteration": optimizer.memory["iteration"],
+            "optimization_time": optimizer.memory["optimization_time"],
+            "reading": reading(self.certificate, self.tally),
+            "advice": advice(self.certificate, self.tally),
+            "certificate": self.certificate.as_dict(),
+            "chosen": dict(optimizer.chosen),
+            "counts": self.tally.as_dict(),
+        }
+        write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
+
+
+def as_text(
+    title: str,
+    certificate: Certificate | None,
+    tally: Tally,
+    optimizer: BilevelOptimizer,
+    validation: list[tuple[str, str]] | None = None,
+) -> str:
+    """Lay out a certificate and its run as a table, with the reading and the advice below."""
+    rows = certificate.rows() if certificate is not None else []
+    chosen = ", ".join(f"{name} {text.split(' ')[0]}" for name, text in optimizer.chosen)
+    rows = [*rows, ("chosen constants", chosen)] if chosen else rows
+    drawn = table(title, [*(validation or []), *rows, *_run(optimizer.memory)])
+    if certificate is None:
+        return drawn
+    sentences = [reading(certificate, tally), *(f"Advice: {line}" for line in advice(certificate, tally))]
+    return "\n".join([drawn, *(textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences)])
+
+
+def _metrics(certificate: Certificate) -> dict[str, float]:
+    c = certificate
+    return {
+        "bilevel/kkt_stationarity": c.stationarity,
+        "bilevel/kkt_feasibility": c.feasibility,
+        "bilevel/kkt_complementarity": c.complementarity,
+        "bilevel/kkt_residual": c.kkt,
+        "bilevel/kkt_multiplier": c.multiplier,
+        "bilevel/violation": c.feasibility,
+        "bilevel/prox_distance": c.prox_distance,
+    }
+
+
+def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
+    """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of the solver."""
+    constants = {name: value for name, value in optimizer.constants.items() if name not in ("params", "level", "lr")}
+    # TensorBoard sorts by name and shows the first few: the bracket puts the method in front.
+    return {**pl_module.hparams_initial, "(solver)": type(optimizer).__name__, **constants}
+
+
+def _validation(trainer: Trainer) -> list[tuple[str, str]]:
+    """What the module itself has logged last, such as a validation loss."""
+    metrics = sorted(trainer.callback_metrics.items())
+    return [(name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")]
+
+
+def _run(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("outer iterations", f"{memory['iteration']}"),
+        ("inner iterations", f"{memory['inner_iterations']}"),
+        ("optimisation time", f"{memory['optimization_time']:.2f} s"),
+    ]
+    return [("penalty updates", f"{memory['penalty_updates']}"), *rows] if "penalty_updates" in memory else rows

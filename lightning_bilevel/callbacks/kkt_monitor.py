@@ -1,0 +1,114 @@
+"""The KKT residuals of a run, the best point so far, and stopping where they are small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_bilevel.callbacks.certificate_report import CertificateReport
+from lightning_bilevel.callbacks.monitor import CertificateMonitor
+from lightning_bilevel.callbacks.tensorboard import show_text
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.moreau import Envelope
+
+__all__ = ["KKTMonitor"]
+
+
+class KKTMonitor(CertificateMonitor):
+    r"""Logs the three KKT residuals, their maximum and the multiplier, and keeps the best point.
+
+    The tags are ``bilevel/kkt_stationarity``, ``bilevel/kkt_feasibility``, ``bilevel/kkt_complementarity``,
+    ``bilevel/kkt_residual`` (the maximum), ``bilevel/kkt_best`` (the smallest maximum so far) and ``bilevel/kkt_multiplier``.
+    What IVSP is proved to find is a good iterate in the second half of a run, not the last one: the best point among those
+    looked at is kept, with the checkpoint too.
+
+    Args:
+        epsilon: Stop the run when all three residuals are at most that; None never does.
+        restore_best: Write the best point into the module when fit ends, before the certificate is evaluated. A run that is
+            resumed from a checkpoint of that goes on from its last point all the same.
+        every_n_steps: Look at every n-th outer iteration.
+        every_n_seconds: Look whenever so many seconds have passed.
+        share: How much of the optimisation time the looks at validation may add to it, see
+            :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
+        tolerance: The accuracy of the proximal point; None is 1e-3, and 1e-6 in float64.
+        envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
+
+    Attributes:
+        best: The best point: iteration, kkt, multiplier, x, y, and the buffers that belong to it. Empty before the first look.
+        stopped: Why the run was stopped; empty if it was not.
+    """
+
+    names = (
+        "bilevel/kkt_stationarity",
+        "bilevel/kkt_feasibility",
+        "bilevel/kkt_complementarity",
+        "bilevel/kkt_residual",
+        "bilevel/kkt_best",
+        "bilevel/kkt_multiplier",
+    )
+
+    def __init__(
+        self,
+        epsilon: float | None = None,
+        restore_best: bool = False,
+        every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
+        share: float = 0.01,
+        tolerance: float | None = None,
+        envelope: Envelope | None = None,
+    ) -> None:
+        super().__init__(every_n_steps, every_n_seconds, share, tolerance, envelope)
+        if epsilon is not None and not epsilon > 0:
+            raise ValueError(f"`KKTMonitor(epsilon={epsilon})` must be positive, or None to never stop.")
+        self.epsilon, self.restore_best = epsilon, restore_best
+        self.best: dict[str, Any] = {}
+        self.stopped = ""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.restore_best and any(isinstance(c, CertificateReport) for c in callbacks[: callbacks.index(self)]):
+            raise MisconfigurationException(
+                "`KKTMonitor(restore_best=True)` comes after `CertificateReport`, which would certify another point than the one "
+                "that fit ends with: name the monitor first."
+            )
+
+    @override
+    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+        c = certificate
+        if not self.best or c.kkt < self.best["kkt"]:
+            x, y = pl_module.point
+            self.best = {"iteration": iteration, "kkt": c.kkt, "multiplier": c.multiplier, "x": x, "y": y}
+            self.best["buffers"] = pl_module.written_buffers
+        numbers = (c.stationarity, c.feasibility, c.complementarity, c.kkt, self.best["kkt"], c.multiplier)
+        self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)
+        if self.epsilon is not None and c.kkt <= self.epsilon and not trainer.should_stop:
+            trainer.should_stop = True
+            self.stopped = (
+                f"KKTMonitor stopped the run at iteration {iteration}: stationarity {c.stationarity:.2e}, feasibility "
+                f"{c.feasibility:.2e} and complementarity {c.complementarity:.2e} are all at most epsilon = {self.epsilon:g}."
+            )
+            rank_zero_info(self.stopped)
+            show_text(trainer, "stopped", self.stopped, iteration)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self.restore_best and self.best and self.best["iteration"] != pl_module.last_step.iteration:
+            best = self.best
+            pl_module.restore((best["x"], best["y"]), best["multiplier"], best.get("buffers"))
+            found = f"iteration {self.best['iteration']}, whose KKT residual is {self.best['kkt']:.2e}"
+            rank_zero_info(f"KKTMonitor restored the point of {found}.")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "stopped": self.stopped}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.stopped = state_dict["best"], ""

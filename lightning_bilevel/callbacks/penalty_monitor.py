@@ -1,0 +1,108 @@
+"""The penalty of a run: when it was strengthened, why, and since when it has not been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from lightning_bilevel.callbacks.monitor import Monitor
+from lightning_bilevel.callbacks.tensorboard import show_text
+from lightning_bilevel.solvers.ivsp.solver import IVSPInfo
+
+__all__ = ["PenaltyMonitor"]
+
+# What TensorBoard's text shows; `events` has them all.
+_SHOWN = 30
+
+
+class PenaltyMonitor(Monitor):
+    r"""Takes down every update of the penalty, and how long it has been constant.
+
+    IVSP strengthens its penalty where :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
+    :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears at once as a point of the
+    series ``bilevel/penalty_at_update``, with the new :math:`\gamma`; the table of updates as text, and
+    ``bilevel/penalty_constant_for`` (iterations since the last one), at the interval. For a method without such a penalty there
+    is nothing to report.
+
+    Args:
+        every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
+        every_n_seconds: Look whenever so many seconds have passed, too.
+
+    Attributes:
+        events: The updates, each with iteration, gamma before and after, residual, threshold (:math:`2 a_\phi \mu`), step, and
+            bound (:math:`c_2 \mu \gamma`).
+        iteration: The last iteration that was seen.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, every_n_seconds: float | None = None) -> None:
+        super().__init__(every_n_steps, every_n_seconds)
+        self.events: list[dict[str, float]] = []
+        self.iteration = 0
+        self._told = 0
+
+    @property
+    def last_update(self) -> int:
+        """The iteration of the last update, 0 for none."""
+        return int(self.events[-1]["iteration"]) if self.events else 0
+
+    @property
+    def constant_for(self) -> int:
+        """For how many iterations the penalty has been what it is."""
+        return self.iteration - self.last_update
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        info = pl_module.last_step
+        if not isinstance(info, IVSPInfo):
+            return
+        self.iteration = info.iteration
+        if info.penalty_updated:
+            event = {
+                "iteration": info.iteration,
+                "before": info.gamma,
+                "after": info.gamma_next,
+                "residual": info.residual,
+                "threshold": info.threshold,
+                "step": info.step,
+                "bound": info.step_bound,
+            }
+            self.events.append(event)
+            self.publish(trainer, {"bilevel/penalty_at_update": event["after"]}, info.iteration)
+        if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
+            self._tell(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if isinstance(pl_module.last_step, IVSPInfo):
+            self._tell(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": self.events, "iteration": self.iteration}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.events, self.iteration = state_dict["events"], state_dict["iteration"]
+
+    def text(self) -> str:
+        """Return the latest updates as a Markdown table, and what became of the penalty in a sentence."""
+        if not self.events:
+            return f"The penalty has not been updated in {self.iteration} iterations."
+        rows = ["| update | iteration | gamma | residual > 2 a_phi mu | step <= c2 mu gamma |", "| --- | --- | --- | --- | --- |"]
+        for number, e in list(enumerate(self.events, 1))[-_SHOWN:]:
+            rows.append(
+                f"| {number} | {e['iteration']} | {e['before']:.4g} -> {e['after']:.4g} | {e['residual']:.3g} > "
+                f"{e['threshold']:.3g} | {e['step']:.3g} <= {e['bound']:.3g} |"
+            )
+        last = (
+            f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at iteration {self.last_update}."
+        )
+        return "\n".join([*rows, "", last])
+
+    def _tell(self, trainer: Trainer) -> None:
+        self.publish(trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration)
+        if self._told != len(self.events) or not trainer.training:
+            show_text(trainer, "penalty updates", self.text(), self.iteration)
+            self._told = len(self.events)

@@ -1,0 +1,108 @@
+"""The ready configs: which there are, what each needs, and where they lie; ``lightning-bilevel tasks`` lists them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["TASKS", "Task", "folder", "listing", "main", "ready", "with_ready_configs"]
+
+_HERE = Path(__file__).parents[1]
+
+
+class Task(NamedTuple):
+    """A folder of configs, one for each method.
+
+    Attributes:
+        name: The folder.
+        about: What is solved.
+        data: What it needs besides the library.
+        time: How long a fit with IVSP takes on one or two CPU cores.
+    """
+
+    name: str
+    about: str
+    data: str
+    time: str
+
+
+TASKS = (
+    Task("synthetic", "a nonconvex lower level with a known solution", "none", "seconds"),
+    Task("digits", "find wrong labels among 600 digits", "none, extra [examples]", "seconds"),
+    Task("glyphs", "few-shot learning of drawn characters", "none", "1 to 2 minutes"),
+    Task("mnist", "find wrong labels among 5,000 digits", "MNIST, 53 MB, extra [examples]", "about a minute"),
+    Task("fashion_mnist", "find wrong labels among 5,000 garments", "FashionMNIST, 53 MB, extra [examples]", "about a minute"),
+    Task("omniglot_cpu", "few-shot learning, a size for two CPU cores", "Omniglot, 14 MB, extra [examples]", "5 minutes"),
+    Task("omniglot", "few-shot learning, the paper's size", "Omniglot, 14 MB, extra [examples]", "an hour, or a GPU"),
+)
+
+
+def folder() -> Path:
+    """Return where the ready configs lie: within the package once it is installed, beside it in a checkout."""
+    installed = _HERE / "configs"
+    return installed if installed.is_dir() else _HERE.parent / "configs"
+
+
+def ready(path: Path) -> Path:
+    """Return the ready config or folder of configs that a path names, unless there is a file or folder of that name.
+
+    Example:
+        >>> ready(Path("synthetic/ivsp")) == folder() / "synthetic" / "ivsp.yaml"
+        True
+        >>> ready(Path("my/own.yaml"))
+        PosixPath('my/own.yaml')
+    """
+    if path.exists() or path.is_absolute():
+        return path
+    name = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
+    found = folder() / name
+    named = [candidate for candidate in (found, found.with_name(f"{found.name}.yaml")) if candidate.exists()]
+    return named[0] if name.parts and ".." not in name.parts and named else path
+
+
+def with_ready_configs(args: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with the ready configs that ``--config`` names replaced by their paths.
+
+    Example:
+        >>> with_ready_configs(["fit", "--config", "mine.yaml", "--seed_everything", "1"])
+        ['fit', '--config', 'mine.yaml', '--seed_everything', '1']
+    """
+    result = list(args)
+    for i, (before, argument) in enumerate(zip(["", *args], args, strict=False)):
+        if before in ("-c", "--config"):
+            result[i] = str(ready(Path(argument)))
+        elif argument.startswith("--config="):
+            result[i] = f"--config={ready(Path(argument.removeprefix('--config=')))}"
+    return result
+
+
+def listing() -> str:
+    """Return the ready configs as a table, with the methods that each task has."""
+    titles = Task("TASK", "WHAT IT IS", "DATA", "TIME")
+    widths = [max(len(row[i]) for row in (titles, *TASKS)) for i in range(3)]
+    rows = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time] for row in (titles, *TASKS)]
+    methods = {task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml")) for task in TASKS}
+    shared = sorted(set.intersection(*map(set, methods.values())))
+    more = [f"{name}/{method}" for name, found in methods.items() for method in found if method not in shared]
+    return "\n".join(
+        [
+            *map("  ".join, rows),
+            "",
+            f"Each task has one config per method: {', '.join(shared)}; and {', '.join(more)}.",
+            "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
+            "  lightning-bilevel fit --config synthetic/ivsp --print_config    see all settings; write your own from them",
+            "  lightning-bilevel compare synthetic --budget 1s                 all methods, the same time for each",
+            "",
+            "TIME is that of a fit with IVSP on two CPU cores. Data are downloaded, or read from the folder that the environment",
+            f"variable LIGHTNING_BILEVEL_DATA names. The files lie in {folder()}.",
+        ]
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run ``lightning-bilevel tasks``."""
+    about = "List the ready configs, with what they need."
+    argparse.ArgumentParser("lightning-bilevel tasks", description=about).parse_args(args)
+    print(listing())

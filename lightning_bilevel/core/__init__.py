@@ -1,0 +1,1 @@
+"""What a bilevel problem is, and what is true of a point."""

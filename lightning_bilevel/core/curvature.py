@@ -1,0 +1,76 @@
+r"""What a few gradients tell about a problem: the curvature of f and g around a point.
+
+A symmetric H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`, and repeating
+:math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.problem import BilevelProblem, NonFiniteError
+from lightning_bilevel.core.sets import ConvexSet, Product
+from lightning_bilevel.core.vectors import norm
+
+__all__ = ["coupling", "lower_curvature", "upper_curvature"]
+
+
+def lower_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10) -> float:
+    r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, by power iteration at y.
+
+    Each step is one gradient of g. All points lie in Y.
+    """
+    return _largest(problem.at(x).gradient, y, problem.lower_set, steps)
+
+
+def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 4) -> float:
+    r"""Estimate the Lipschitz constant of :math:`\nabla f` by power iteration at (x, y); each step is one pass of f."""
+
+    def gradient(w: Tensor) -> Tensor:
+        f = problem.upper(w[: x.numel()], w[x.numel() :])
+        return torch.cat([f.grad_x, f.grad_y])
+
+    both = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
+    return _largest(gradient, torch.cat([x, y]), both, steps)
+
+
+def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
+    r"""Estimate :math:`L_{xy}` by :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`; 0 where y = z."""
+    distance = norm(y - z)
+    return norm(problem.at(x).gap_x(y, z)[1]) / distance if distance > 0.0 else 0.0
+
+
+def _largest(gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int) -> float:
+    """The largest |gradient(w + d) - gradient(w)| / |d| that a power iteration meets, with w + d in the set."""
+    start, largest = gradient(w), 0.0
+    # A difference of gradients has half of their digits if the points differ in half of theirs.
+    length = torch.finfo(w.dtype).eps ** 0.5 * (1.0 + norm(w))
+    # The same direction in every process and every run; the gradient itself is the one that the first step will follow.
+    v = (
+        torch.randn(w.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(w)
+        + _unit(start) * w.numel() ** 0.5
+    )
+    for _ in range(steps):
+        moved = feasible.project(w + length * _unit(v))
+        if norm(moved - w) < 0.5 * length:
+            moved = feasible.project(w - length * _unit(v))
+        distance = norm(moved - w)
+        if distance == 0.0:
+            break
+        try:
+            v = gradient(moved) - start
+        except NonFiniteError:
+            break
+        largest = max(largest, norm(v) / distance)
+    # A difference of gradients is known to half of their digits, which depend on the order of a sum. Eight bits are what an
+    # estimate is worth, and the same in several processes as in one.
+    mantissa, exponent = math.frexp(largest)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
+
+
+def _unit(v: Tensor) -> Tensor:
+    return v / max(norm(v), torch.finfo(v.dtype).tiny)

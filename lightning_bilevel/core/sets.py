@@ -1,0 +1,259 @@
+r"""Convex sets, known to the rest of the library by two operations only.
+
+A set :math:`C` offers its projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` and the distance
+:math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from the normal cone, which is zero exactly where
+:math:`v` satisfies the first-order condition of minimising a function with gradient :math:`d` over :math:`C`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.vectors import dot, norm
+
+__all__ = ["Ball", "Box", "ConvexSet", "Free", "NonNegative", "Product", "Scaled", "Simplex"]
+
+# A projection lands on the boundary up to rounding; a point within this many units of rounding counts as on it.
+_ROUNDING = 8.0
+
+
+@runtime_checkable
+class ConvexSet(Protocol):
+    """A closed convex set of flat vectors."""
+
+    def project(self, v: Tensor) -> Tensor:
+        """Return the point of the set nearest to ``v``."""
+        ...
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for a point ``v`` of the set and ``gradient`` d."""
+        ...
+
+
+def _slack(v: Tensor, scale: Tensor | float = 1.0) -> Tensor | float:
+    return _ROUNDING * torch.finfo(v.dtype).eps * scale
+
+
+class Free:
+    """The whole space: no constraint."""
+
+    def __repr__(self) -> str:
+        return "Free()"
+
+    def project(self, v: Tensor) -> Tensor:
+        return v
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return norm(gradient)
+
+
+class Box:
+    r"""The box :math:`\{v : \text{lower} \le v \le \text{upper}\}`.
+
+    Args:
+        lower: The lower bound, one number or one per coordinate (``-inf`` for none).
+        upper: The upper bound, likewise.
+
+    Example:
+        >>> Box(-1.0, 1.0).project(torch.tensor([-3.0, 0.5]))
+        tensor([-1.0000,  0.5000])
+    """
+
+    def __init__(self, lower: float | Sequence[float] | Tensor, upper: float | Sequence[float] | Tensor) -> None:
+        # float64 keeps a bound such as 0.1 exact until it meets the variable's own dtype.
+        self.lower = torch.as_tensor(lower, dtype=torch.float64).detach().clone()
+        self.upper = torch.as_tensor(upper, dtype=torch.float64).detach().clone()
+        for name, bound in (("lower", self.lower), ("upper", self.upper)):
+            if torch.isnan(bound).any():
+                raise ValueError(f"`{self!r}`: the {name} bound must not be NaN.")
+        if self.lower.ndim and self.upper.ndim and self.lower.numel() != self.upper.numel():
+            raise ValueError(
+                f"`Box` was given {self.lower.numel()} lower and {self.upper.numel()} upper bounds: the numbers must agree."
+            )
+        size = max(self.lower.numel(), self.upper.numel())
+        low, up = self.lower.reshape(-1).expand(size), self.upper.reshape(-1).expand(size)
+        wrong = int((low > up).sum())
+        if wrong:
+            first = int((low > up).nonzero()[0])
+            raise ValueError(
+                f"`Box(lower={float(low[first]):g}, upper={float(up[first]):g})`"
+                f"{f' at coordinate {first} ({wrong} in all)' if low.numel() > 1 else ''}: "
+                "the lower bound must not exceed the upper bound."
+            )
+        # Two numbers are the usual case, for which torch has a faster clamp.
+        self._numbers = None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
+        # The bounds as the variable sees them (its dtype and device), made once per dtype and device.
+        self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_short(self.lower)}, {_short(self.upper)})"
+
+    def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        key = (v.dtype, v.device)
+        for bound in (self.lower, self.upper):
+            if bound.ndim and bound.numel() != v.numel():
+                raise ValueError(f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates.")
+        if key not in self._seen:
+            lower, upper = (b.reshape(-1) if b.ndim else b for b in (self.lower, self.upper))
+            self._seen[key] = lower.to(v), upper.to(v)
+        return self._seen[key]
+
+    def project(self, v: Tensor) -> Tensor:
+        return torch.clamp(v, *(self._numbers or self._bounds(v)))
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        lower, upper = self._bounds(v)
+        # N_C is (-inf, 0] at a lower bound, [0, inf) at an upper bound: it absorbs that sign of the gradient.
+        rest = torch.where(v <= lower + _slack(v, lower.abs()), gradient.clamp(max=0.0), gradient)
+        rest = torch.where(v >= upper - _slack(v, upper.abs()), rest.clamp(min=0.0), rest)
+        return norm(rest)
+
+
+def _short(bound: Tensor) -> str:
+    return f"{float(bound):g}" if bound.numel() == 1 else f"<{bound.numel()} bounds>"
+
+
+class NonNegative(Box):
+    """The vectors with no negative coordinate."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, torch.inf)
+
+    def __repr__(self) -> str:
+        return "NonNegative()"
+
+
+class Ball:
+    r"""The Euclidean ball :math:`\{v : \|v - c\| \le r\}`.
+
+    Args:
+        radius: r, positive.
+        center: c, one number for all coordinates or one per coordinate.
+    """
+
+    def __init__(self, radius: float = 1.0, center: float | Sequence[float] | Tensor = 0.0) -> None:
+        if not 0.0 < radius < torch.inf:
+            raise ValueError(f"`Ball(radius={radius})` must be positive and finite.")
+        self.radius = float(radius)
+        self.center = torch.as_tensor(center, dtype=torch.float64).detach().clone()
+
+    def __repr__(self) -> str:
+        return f"Ball(radius={self.radius:g}, center={_short(self.center)})"
+
+    def _offset(self, v: Tensor) -> tuple[Tensor, Tensor, float]:
+        if self.center.ndim and self.center.numel() != v.numel():
+            raise ValueError(f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has {v.numel()}.")
+        center = self.center.reshape(-1).to(v) if self.center.ndim else self.center.to(v)
+        offset = v - center
+        return center, offset, norm(offset)
+
+    def project(self, v: Tensor) -> Tensor:
+        center, offset, length = self._offset(v)
+        return v if length <= self.radius else center + offset * (self.radius / length)
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        _, offset, length = self._offset(v)
+        # The projected point carries the rounding of its coordinates, hence of |c| + r, not of r alone.
+        scale = self.radius + float(self.center.abs().max())
+        if length < self.radius - float(_slack(v, scale)):
+            return norm(gradient)
+        # N_C = {s n : s >= 0} with n the outward unit normal: it absorbs a component of d that points inwards.
+        normal = offset / length
+        inward = min(dot(gradient, normal), 0.0)
+        return norm(gradient - inward * normal)
+
+
+class Simplex:
+    r"""The scaled simplex :math:`\{v \ge 0 : \sum_i v_i = s\}`.
+
+    Args:
+        total: s, positive.
+    """
+
+    def __init__(self, total: float = 1.0) -> None:
+        if not 0.0 < total < torch.inf:
+            raise ValueError(f"`Simplex(total={total})` must be positive and finite.")
+        self.total = float(total)
+
+    def __repr__(self) -> str:
+        return f"Simplex(total={self.total:g})"
+
+    def project(self, v: Tensor) -> Tensor:
+        # P(v) = max(v - theta, 0) with theta such that the coordinates sum to s; the support are the largest ones.
+        ordered = torch.sort(v.double(), descending=True).values
+        excess = ordered.cumsum(0) - self.total
+        count = torch.arange(1, v.numel() + 1, dtype=torch.float64, device=v.device)
+        size = int((ordered * count > excess).sum())
+        return (v.double() - excess[size - 1] / size).clamp(min=0.0).to(v.dtype)
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        # N_C(v) = {t 1 - n : n >= 0, n_i = 0 where v_i > 0}, so the distance is the minimum over t of
+        #   sum over v_i > 0 of (d_i + t)^2  +  sum over v_i = 0 of min(d_i + t, 0)^2,
+        # whose minimiser averages -d over the support and over those zero coordinates that would like to enter.
+        d = gradient.double()
+        inside = v > 0.0
+        entering = torch.sort(d[~inside]).values
+        count = inside.sum() + torch.arange(entering.numel() + 1, device=v.device)
+        sums = d[inside].sum() + torch.cat([entering.new_zeros(1), entering.cumsum(0)])
+        t = -sums / count
+        # The first j for which the next zero coordinate stays out.
+        stays = torch.cat([entering + t[:-1] >= 0.0, torch.ones(1, dtype=torch.bool, device=v.device)])
+        shift = t[int(stays.nonzero()[0])]
+        return norm(torch.where(inside, d + shift, (d + shift).clamp(max=0.0)))
+
+
+class Product:
+    """The product of sets over consecutive blocks of a vector, such as the parameters of a level.
+
+    Args:
+        sets: One set per block.
+        sizes: The number of coordinates of each block.
+    """
+
+    def __init__(self, sets: Sequence[ConvexSet], sizes: Sequence[int]) -> None:
+        if len(sets) != len(sizes) or not sets:
+            raise ValueError(f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block is needed.")
+        self.sets = list(sets)
+        self.sizes = list(sizes)
+
+    def __repr__(self) -> str:
+        return f"Product({self.sets!r}, {self.sizes!r})"
+
+    def _split(self, v: Tensor) -> tuple[Tensor, ...]:
+        if v.numel() != sum(self.sizes):
+            raise ValueError(f"`{self!r}` covers {sum(self.sizes)} coordinates, the variable has {v.numel()}.")
+        return torch.split(v, self.sizes)
+
+    def project(self, v: Tensor) -> Tensor:
+        return torch.cat([s.project(block) for s, block in zip(self.sets, self._split(v), strict=True)])
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        blocks = zip(self.sets, self._split(v), self._split(gradient), strict=True)
+        return math.hypot(*(s.normal_cone_distance(b, d) for s, b, d in blocks))
+
+
+class Scaled:
+    r"""The set :math:`\{u : \text{unit} \cdot u \in C\}` of a variable that is measured in a unit.
+
+    Its normal cone at u is that of C at ``unit * u``, because a cone does not change when it is scaled.
+    """
+
+    def __init__(self, base: ConvexSet, unit: float) -> None:
+        if not 0.0 < unit < torch.inf:
+            raise ValueError(f"`Scaled(unit={unit})` must be positive and finite.")
+        self.base = base
+        self.unit = float(unit)
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.base!r}, unit={self.unit:g})"
+
+    def project(self, v: Tensor) -> Tensor:
+        return self.base.project(v * self.unit) / self.unit
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return self.base.normal_cone_distance(v * self.unit, gradient)

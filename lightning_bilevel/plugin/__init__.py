@@ -1,0 +1,1 @@
+"""What a LightningModule inherits to become a bilevel problem."""

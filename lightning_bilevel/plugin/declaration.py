@@ -1,0 +1,120 @@
+"""What a module declares: which of its parameters belong to which level, their sets, and the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.sets import ConvexSet, Free, Product
+from lightning_bilevel.plugin.functional import Declared, parameters_of
+from lightning_bilevel.solvers.base import SolverCallable
+
+__all__ = ["Declaration", "Level", "Sets"]
+
+Sets = ConvexSet | Sequence[ConvexSet]
+
+
+@dataclass
+class Level:
+    """A level as it was declared, and what of it a run trains.
+
+    Args:
+        call: The call that declared it, for messages.
+        name: ``"upper"`` or ``"lower"``.
+        declared: Its modules and parameters.
+        sets: The set it lives in, or one for each of them; None is the whole space.
+
+    Attributes:
+        parameters: The parameters that are not frozen, as of the last :meth:`resolve`.
+        feasible: The set that they live in.
+    """
+
+    call: str
+    name: str
+    declared: Declared
+    sets: Sets | None
+    parameters: list[nn.Parameter] = field(init=False)
+    feasible: ConvexSet = field(init=False)
+    _trainable: list[tuple[nn.Parameter, bool]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        declared = [p for item in parameters_of(self.declared) for p in item]
+        if len({id(p) for p in declared}) < len(declared):
+            raise ValueError(
+                f"`{self.call}({self.name}=...)` has a parameter twice, such as a module and its weight: name each once."
+            )
+        self.resolve()
+
+    def resolve(self) -> None:
+        """See which parameters are frozen, as when a run starts: those stay as they are."""
+        declared = parameters_of(self.declared)
+        self._trainable = [(p, p.requires_grad) for item in declared for p in item]
+        items = [[p for p in item if p.requires_grad] for item in declared]
+        self.parameters = [p for item in items for p in item]
+        if not self.parameters:
+            raise ValueError(f"`{self.call}({self.name}=...)` has no trainable parameter.")
+        self.feasible = self._set_of(items)
+
+    def has_changed(self) -> bool:
+        """Tell whether a parameter was frozen or unfrozen since."""
+        return any(p.requires_grad is not trainable for p, trainable in self._trainable)
+
+    def read(self) -> Tensor:
+        """Return the parameters as one flat vector of its own."""
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters])
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Write a flat vector into the parameters."""
+        for parameter, block in zip(self.parameters, torch.split(vector, [p.numel() for p in self.parameters]), strict=True):
+            parameter.copy_(block.view_as(parameter))
+
+    def _set_of(self, items: list[list[nn.Parameter]]) -> ConvexSet:
+        sets = self.sets
+        if sets is None:
+            return Free()
+        if isinstance(sets, ConvexSet):
+            return sets
+        if not isinstance(sets, Sequence) or len(sets) != len(items) or not all(isinstance(s, ConvexSet) for s in sets):
+            raise ValueError(
+                f"`{self.call}({self.name}_set=...)` must be one set, or a list with one set for each of the {len(items)} "
+                "declared items."
+            )
+        sizes = [sum(p.numel() for p in item) for item in items]
+        trained = [(convex_set, size) for convex_set, size in zip(sets, sizes, strict=True) if size]
+        return Product([convex_set for convex_set, _ in trained], [size for _, size in trained])
+
+
+@dataclass
+class Declaration:
+    """All that :meth:`BilevelMixin.declare` was told.
+
+    Attributes:
+        upper: The upper level.
+        lower: The lower level.
+        units: The units that the solver measures x and y in.
+        solver: What makes the solver.
+        envelope: The Moreau envelope of the certificate, for solvers that have none.
+        qualification: Why the constraint qualification holds.
+    """
+
+    upper: Level
+    lower: Level
+    units: tuple[float, float]
+    solver: SolverCallable
+    envelope: Envelope | None
+    qualification: str | Callable[[Envelope], str]
+
+    @property
+    def levels(self) -> tuple[Level, Level]:
+        """Both levels."""
+        return self.upper, self.lower
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that a solver takes."""
+        return [{"params": level.parameters, "level": level.name} for level in self.levels]

@@ -1,0 +1,187 @@
+"""A run over several processes: each evaluates its part of the data, and the sums are the same in all of them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from lightning_bilevel.core.leaves import map_tensors, tensors
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.data.fullbatch import Chunks, as_chunks, samples_in
+
+__all__ = ["agree", "any_of", "check_parts", "part_of", "total"]
+
+_Level = Callable[[BilevelProblem, Tensor, Tensor], tuple[float, Tensor]]
+
+
+def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
+    """Return the part of a level's batch that a process evaluates, and the weight of that part in the whole.
+
+    Samples are counted through all chunks and cut into as many ranges as there are processes, equally long up to one sample:
+    each sample is in one of them. Chunks with weights of their own, of which no part is known, go whole to one process each, and
+    so does a batch in which there is nothing to cut. A process that gets nothing has the weight 0.
+
+    Example:
+        >>> [part_of(torch.arange(5), rank, 2) for rank in range(2)]
+        [(tensor([0, 1]), 0.4), (tensor([2, 3, 4]), 0.6)]
+    """
+    chunks = as_chunks(batch)
+    sizes = [samples_in(part) for part in chunks.batches]
+    if chunks.weights is not None or not all(sizes):
+        mine = range(rank, len(sizes), world)
+        if not mine:
+            return batch, 0.0
+        return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
+    for chunk, size in zip(chunks.batches, sizes, strict=True):
+        _check_lengths(chunk, size)  # of all chunks, so that all processes refuse what one of them cannot cut
+    count = sum(sizes)
+    first, last = count * rank // world, count * (rank + 1) // world
+    if first == last:
+        return batch, 0.0
+    parts, start = [], 0
+    for chunk, size in zip(chunks.batches, sizes, strict=True):
+        a, b = max(first - start, 0), min(last - start, size)
+        if a < b:
+            parts.append(map_tensors(lambda tensor, a=a, b=b: tensor[a:b] if tensor.ndim else tensor, chunk))  # type: ignore[misc]
+        start += size
+    return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
+
+
+def _check_lengths(chunk: Any, size: int) -> None:
+    lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
+    if lengths != [size]:
+        raise ValueError(
+            f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over processes: the first dimension "
+            "of each must count the samples. Keep what is no sample in the module, or give the parts yourself, as `Chunks` with "
+            "`weights`."
+        )
+
+
+def total(tensor: Tensor) -> Tensor:
+    """Sum a tensor over all processes, in place."""
+    torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def any_of(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Tell of each flag whether any process has raised it."""
+    raised = torch.tensor(flags, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(raised, op=torch.distributed.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
+
+
+def agree(tensors: Iterable[Any], device: torch.device) -> bool:
+    """Tell whether all processes hold the same numbers, bit for bit."""
+    digest = hashlib.blake2b(digest_size=7)
+    for leaf in tensors:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif leaf is None or isinstance(leaf, (str, int, float, bool)):
+            digest.update(repr(leaf).encode())
+    mine = int.from_bytes(digest.digest(), "big")
+    # The largest of all digests is the smallest, in one collective: max(-d) = -min(d).
+    extremes = torch.tensor([mine, -mine], device=device)
+    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+    return bool(extremes[0] == -extremes[1])
+
+
+def check_parts(
+    call: str,
+    whole: BilevelProblem,
+    spread: BilevelProblem,
+    x: Tensor,
+    y: Tensor,
+    batch: dict[str, Any],
+    mine: dict[str, Any],
+) -> None:
+    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so that can be seen.
+
+    Args:
+        call: The name of the module whose losses these are.
+        whole: The problem on the whole batch.
+        spread: The problem on this process's part, summed over the processes.
+        x: The point to compare them at.
+        y: Likewise.
+        batch: The whole batch, ``{"upper": ..., "lower": ...}``, for the message.
+        mine: This process's part of it, likewise.
+    """
+    tolerance, size = torch.finfo(y.dtype).eps ** 0.5, math.hypot(norm(x), norm(y))
+    for key, level in (("upper", _upper), ("lower", _lower)):
+        name = f"{call}.{key}_loss"
+        one, one_slope = level(whole, x, y)
+        try:
+            added, added_slope = _together(level, spread, x, y)
+        except _PartError as error:
+            count, own = (sum(map(samples_in, as_chunks(of[key]).batches)) for of in (batch, mine))
+            cause = error.__cause__
+            fails = "the part of another process" if cause is None else f"this process's part of {own}"
+            why = "" if cause is None else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
+            raise ValueError(
+                f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: over several processes a loss "
+                "must be a mean over whichever samples it is given, and must find what belongs to a sample by its number, "
+                "carried in the batch, as in `self.logits[index]`."
+            ) from cause
+        slope = max(norm(one_slope), norm(added_slope))
+        scale = max(abs(one), abs(added)) + slope * size
+        if abs(one - added) > tolerance * scale or norm(one_slope - added_slope) > tolerance * slope:
+            raise ValueError(
+                f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the parts of {world_size()} "
+                f"processes ({added:.9g}), in value or gradient: over several processes a loss must be a mean over samples, not "
+                "a sum nor normalised over the batch, and must find what belongs to a sample by its number, carried in the batch."
+            )
+
+
+class _PartError(Exception):
+    """A loss has failed on the part of a process; its error is the cause in that process, and there is none in the others."""
+
+
+def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Evaluate a level such that all processes fail where one does: the others would wait for its part of the sum for ever."""
+    met = False
+
+    def meet(tensor: Tensor) -> Tensor:
+        nonlocal met
+        met = True
+        if any_of([False], tensor.device)[0]:
+            raise _PartError
+        return total(tensor)
+
+    watched = copy.copy(spread)
+    watched.reduce = meet
+    try:
+        return level(watched, x, y)
+    except Exception as error:
+        if met:
+            raise
+        any_of([True], y.device)
+        raise _PartError from error
+
+
+def world_size() -> int:
+    """The number of processes."""
+    return torch.distributed.get_world_size()
+
+
+def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    value, grad_x, grad_y = problem.upper(x, y)
+    return value, torch.cat([grad_x, grad_y])
+
+
+def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
+    swapped = copy.copy(problem)
+    same: list[Any] = [lambda v: v] * len(problem.lower_terms)
+    parts = zip(problem.lower_terms, problem.encoders or same, problem.bodies or same, strict=True)
+    swapped.upper_terms = [
+        lambda x, y, term=term, encode=encode, body=body: term(encode(x), body(y)) for term, encode, body in parts
+    ]
+    return _upper(swapped, x, y)

@@ -1,0 +1,70 @@
+"""What is counted over a run, from the records of its iterations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_bilevel.solvers.base import StepInfo
+from lightning_bilevel.solvers.ivsp.solver import IVSPInfo
+
+__all__ = ["Tally"]
+
+
+@dataclass
+class Tally:
+    r"""Counts over a run: plain numbers, so that a checkpoint can hold them.
+
+    Attributes:
+        iterations: Outer iterations.
+        inner_iterations: Gradient steps on the lower level.
+        upper_calls: Evaluations of f.
+        lower_calls: Evaluations of the gradient of g(x, .).
+        gap_calls: Evaluations of g(x, y) - g(x, z).
+        trials: Trials of the line search; 0 for methods without one.
+        capped: Line searches that used up their trials or ended at L_max.
+        halvings: How often the inner step had to be halved.
+        penalty_updates: How often the penalty was strengthened.
+        last_update: The iteration that last did so, 0 for none.
+        above: For how many iterations up to the last one :math:`\tilde R > 2 a_\phi \mu` has held without a break.
+        penalised: Whether the method has a penalty that it strengthens.
+    """
+
+    iterations: int = 0
+    inner_iterations: int = 0
+    upper_calls: int = 0
+    lower_calls: int = 0
+    gap_calls: int = 0
+    trials: int = 0
+    capped: int = 0
+    halvings: int = 0
+    penalty_updates: int = 0
+    last_update: int = 0
+    above: int = 0
+    penalised: bool = False
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of f or g; the gap goes forward through g twice."""
+        return self.upper_calls + self.lower_calls + 2 * self.gap_calls
+
+    def add(self, info: StepInfo) -> None:
+        """Count one iteration."""
+        self.iterations = info.iteration
+        self.inner_iterations += info.inner_iterations
+        self.upper_calls += info.calls.upper
+        self.lower_calls += info.calls.lower
+        self.gap_calls += info.calls.gap
+        if isinstance(info, IVSPInfo):
+            self.penalised = True
+            self.trials += info.trials
+            self.capped += info.capped
+            self.halvings = info.halvings
+            self.penalty_updates = info.penalty_updates
+            if info.penalty_updated:
+                self.last_update = info.iteration
+            self.above = self.above + 1 if info.residual > info.threshold else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts by name."""
+        return asdict(self)

@@ -1,0 +1,4 @@
+"""IVSP, the inexact variable-smoothing penalty method."""
+
+from lightning_bilevel.solvers.ivsp.solver import IVSP as IVSP
+from lightning_bilevel.solvers.ivsp.solver import IVSPInfo as IVSPInfo

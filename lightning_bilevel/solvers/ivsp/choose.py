@@ -1,0 +1,143 @@
+r"""The constants of IVSP that are left out, chosen from a few gradients at the start of a run.
+
+The convergence theorem leaves them free within conditions that each choice here respects. Every choice scales with f, with g
+and delta together, so that their units do not matter.
+
+- ``L_yy``: the largest curvature of g(x, .) that a power iteration at the start, or the way from y to its proximal point,
+  meets. It sets the inner step, and is corrected with what follows from it where the inner loop diverges.
+- ``sigma``: L_yy, at most 1/(2 rho). No function with that curvature is less convex.
+- ``rho``: 1/(4 L_yy), which keeps rho * sigma below 1 and lets the inner loop converge by 0.4 in each iteration; 1/L_yy where
+  g is declared convex by ``sigma=0``.
+- ``mu0``: 5 delta, with ``block`` 5: the smoothing starts at the scale of the constraint, and falls as the theorem says.
+- ``zeta_bar``: such that the first accuracy is delta/10; later ones never exceed the schedule, but undercut it where the
+  gradient's error would be more than a tenth of what the next step promises.
+- ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that both pull alike at the start. An update of the penalty halves it: the
+  theorem wants a grid that falls to 0 by bounded factors.
+- ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``, ``L_min`` and ``L_max`` are
+  the paper's multiples of it.
+- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only where steps have become a hundred times shorter.
+- ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
+- ``B_R``: the largest :math:`\|\nabla R\|` so far, with its error.
+- the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a change of variables.
+
+R at the start may be anything: a gradient smaller than it will be at the boundary of the relaxed constraint, where
+:math:`\|y - z\| \approx \sqrt{2\rho\delta}`, is replaced by what it will be there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap, inexact_prox
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import norm
+
+__all__ = ["CHOSEN", "PAPER", "PER_TASK", "adapted_accuracy", "choose", "corrected", "explain"]
+
+# What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
+PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
+# What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
+PAPER: dict[str, Any] = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short", "unit": 1.0}
+# What may be left out.
+CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
+
+
+def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Return all constants for a run from (x, y): those given, and for each None a choice."""
+    if all(given[name] is not None for name in PER_TASK):
+        return {name: PAPER.get(name) if value is None else value for name, value in given.items()}
+    c: dict[str, Any] = dict(given)
+    delta = given["delta"]
+    lower, curved = problem.at(x), given["L_yy"] is None
+    # A linear g has no curvature, and its inner loop takes any step.
+    c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0) if curved else given["L_yy"]
+    while True:
+        if given["rho"] is None:
+            c["rho"] = (1.0 if given["sigma"] == 0.0 else 0.25) / max(c["L_yy"], given["sigma"] or 0.0)
+        if given["sigma"] is None:
+            c["sigma"] = min(c["L_yy"], 0.5 / c["rho"])
+        envelope = Envelope(rho=c["rho"], sigma=c["sigma"], delta=delta)
+        z, halvings = inexact_prox(lower, y, y, delta / 10, envelope, problem.lower_set, L_yy=c["L_yy"], max_inner=c["max_inner"])
+        # The start may be a point of inflection: what g does on the way to z counts too.
+        distance = norm(z - y)
+        secant = norm(lower.gradient(z) - lower.gradient(y)) / distance if distance > 0.0 else 0.0
+        found = max(2.0**halvings * c["L_yy"], secant)
+        if not curved or found <= 2 * c["L_yy"]:
+            break
+        c["L_yy"] = found
+    gap, f = evaluate_gap(lower, y, z, envelope), problem.upper(x, y)
+    boundary = math.sqrt(2 * c["rho"] * delta)
+    if c["L_xy"] is None:
+        ends = [z]
+        if distance < boundary and norm(f.grad_y) > 0.0:
+            # The start solves the lower level: f is what will pull y away from there.
+            ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
+        c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
+    R_x, R_y = max(norm(gap.grad_x), c["L_xy"] * boundary), max(norm(gap.grad_y), c["L_yy"] * boundary)
+    if c["unit"] is None:
+        # Half of the way, in powers of two, to where both gradients are equal, and only in favour of x: the line search brakes a
+        # level that moves too far, but nothing wakes up one that hardly moves.
+        c["unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
+    unit, L_f = c["unit"], upper_curvature(problem.in_units(upper=c["unit"]), x / c["unit"], y)
+    slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
+    if c["mu0"] is None:
+        c["mu0"] = 5 * delta
+    if c["block"] is None:
+        c["block"] = 5
+    if c["zeta_bar"] is None:
+        c["zeta_bar"] = delta / 10 / c["mu0"] ** c["q"]
+    if c["gamma0"] is None:
+        R = math.hypot(unit * R_x, R_y)
+        c["gamma0"] = R / slope if slope > 0.0 else c["L_yy"] / L_f if L_f > 0.0 else 1.0
+    if c["L_init"] is None:
+        c["L_init"] = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
+    for name in ("c1", "L_min", "L_max"):
+        if c[name] is None:
+            c[name] = PAPER[name] * c["L_init"]
+    if c["c2"] is None:
+        c["c2"] = 0.01 * slope / c["L_init"] if slope > 0.0 else 1.0
+    return c
+
+
+def adapted_accuracy(mapping: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
+    r"""Return the accuracy at which the gradient's error is at most a tenth of the gradient mapping.
+
+    Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most a twentieth of it:
+
+    .. math:: \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/20, \qquad b_\phi B_R \zeta/\mu \le M/20
+    """
+    part = mapping / 20
+    from_distance = envelope.modulus / 2 * (part / math.hypot(L_xy, 1 / envelope.rho)) ** 2
+    return min(from_distance, part * mu / (b * B_R) if B_R > 0.0 else math.inf)
+
+
+def corrected(c: dict[str, Any], factor: float) -> dict[str, float]:
+    """Return what changes where the lower level turns out to be that many times as curved as L_yy says."""
+    estimated, L_yy = c["estimated"].split(), factor * c["L_yy"]
+    changed = {"L_yy": L_yy}
+    if "rho" in estimated:
+        changed["rho"] = c["rho"] / factor
+    if "sigma" in estimated:
+        changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", c["rho"]))
+    return changed
+
+
+def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each constant that was chosen with its value and where it comes from, in words."""
+    reasons = {
+        "L_yy": "curvature of the lower level",
+        "sigma": "as nonconvex as that curvature allows",
+        "rho": "1/(4 L_yy), or 1/L_yy for a convex lower level",
+        "mu0": "5 delta",
+        "block": "iterations per smoothing",
+        "zeta_bar": "first accuracy delta/10, then a tenth of what a step promises",
+        "gamma0": "f and the gap pull alike at the start",
+        "L_init": "curvature of the penalty function",
+        "L_xy": "how the lower level's gradient in x changes with y",
+    }
+    chosen = [(name, f"{c[name]:.4g} ({reason})") for name, reason in reasons.items() if name in c["estimated"].split()]
+    return [*chosen, ("unit of x", f"{c['unit']:g} (from the gradients of the gap in x and y)")] if chosen else []

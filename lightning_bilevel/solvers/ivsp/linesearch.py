@@ -1,0 +1,72 @@
+"""Backtracking over a trial function, and the safeguarded Barzilai-Borwein guess that it starts from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from lightning_bilevel.core.problem import BilevelError
+
+__all__ = ["LineSearchError", "allowance", "backtrack", "barzilai_borwein"]
+
+
+class LineSearchError(BilevelError):
+    """No trial was accepted within the cap."""
+
+
+class Trial(Protocol):
+    """What backtracking wants to know of a trial."""
+
+    @property
+    def accepted(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Trial)
+
+
+def backtrack(trial: Callable[[float], T], curvature: float, max_trials: int) -> tuple[T, float, int]:
+    """Double the curvature until the trial is accepted.
+
+    Returns:
+        The accepted trial, its curvature, and how many trials were made.
+    """
+    for count in range(1, max_trials + 1):
+        result = trial(curvature)
+        if result.accepted:
+            return result, curvature, count
+        curvature *= 2.0
+    raise LineSearchError(f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted none: {result}")
+
+
+def barzilai_borwein(
+    dw_dv: float, dv_dv: float, mu: float, previous_start: float, L_min: float, L_max: float, *, dw_dw: float | None = None
+) -> float:
+    r"""Return the first curvature of the next line search.
+
+    .. math::
+        L^{\text{short}} = \mu \|\Delta v\|^2 / |\langle \Delta w, \Delta v \rangle|, \qquad
+        L^{\text{long}} = \mu |\langle \Delta w, \Delta v \rangle| / \|\Delta w\|^2
+
+    the second if ``dw_dw`` is given, if that is safe (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and
+    L_min <= L <= L_max), otherwise half the previous start, clipped to [L_min, L_max]. They are named after the steps
+    :math:`\mu/L` that they lead to; the short one weighs stiff directions more.
+    """
+    if abs(dw_dv) > 1e-24:
+        guess = mu * dv_dv / abs(dw_dv) if dw_dw is None else mu * abs(dw_dv) / dw_dw
+        if L_min <= guess <= L_max:
+            return guess
+    return min(L_max, max(L_min, previous_start / 2))
+
+
+def allowance(step: float, L: float, mu: float, error: float, *, theta_low: float, theta_hat: float) -> float:
+    r"""Return what the Armijo test concedes to a gradient that is wrong by at most ``error``.
+
+    .. math::
+        \frac{\mu E^2}{2\vartheta}, \qquad
+        \vartheta = \max\{\min\{\mu E / \|w_L - w\|, \hat\vartheta L\}, \underline\vartheta\}
+
+    with an infinite ratio where the step is zero.
+    """
+    theta = max(min(mu * error / step if step > 0.0 else math.inf, theta_hat * L), theta_low)
+    return mu * error**2 / (2 * theta)

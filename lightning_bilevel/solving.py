@@ -1,0 +1,120 @@
+"""Solving a problem that is given as two functions, without Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.certificate import Certificate, certify
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.report.reading import advice, reading
+from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
+from lightning_bilevel.solvers.ivsp.solver import IVSP
+
+__all__ = ["Solution", "solve"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where a run ended.
+
+    Attributes:
+        x: The upper-level variables.
+        y: The lower-level variables.
+        certificate: The KKT residuals there; None if neither the solver nor the call named an envelope.
+        history: The record of every outer iteration.
+        tally: What was counted over them.
+    """
+
+    x: Tensor
+    y: Tensor
+    certificate: Certificate | None
+    history: list[StepInfo]
+    tally: Tally
+
+    @property
+    def reading(self) -> str:
+        """The certificate and the run in plain words, with advice where something is off."""
+        if self.certificate is None:
+            return "there is no certificate: neither the solver nor the call named an envelope."
+        return " ".join([reading(self.certificate, self.tally), *advice(self.certificate, self.tally)])
+
+
+def solve(
+    problem: BilevelProblem,
+    x0: Tensor,
+    y0: Tensor,
+    solver: SolverCallable = IVSP,
+    max_steps: int = 1000,
+    *,
+    envelope: Envelope | None = None,
+    tolerance: float | None = None,
+) -> Solution:
+    """Run a solver on a problem.
+
+    Args:
+        problem: f, g and the sets.
+        x0: The start of the upper level, a flat vector.
+        y0: The start of the lower level, a flat vector.
+        solver: What makes the solver from parameter groups, such as ``functools.partial(IVSP, rho=0.5)``.
+        max_steps: Outer iterations.
+        envelope: The Moreau envelope of the certificate; None is the solver's own.
+        tolerance: The accuracy of the certificate's proximal point.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_bilevel.core.sets import Box
+        >>> problem = BilevelProblem(
+        ...     upper=lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+        ...     lower=lambda x, y: 0.5 * ((y - x) ** 2).sum(),
+        ...     upper_set=Box(-2, 2),
+        ...     lower_set=Box(-2, 2),
+        ... )
+        >>> start = torch.zeros(1, dtype=torch.float64)
+        >>> solution = solve(problem, start, start, partial(IVSP, sigma=0.0, gamma0=0.01), max_steps=200)
+        >>> bool(abs(solution.x - 0.5) < 0.05), bool(abs(solution.y - 0.5) < 0.05)
+        (True, True)
+    """
+    if not isinstance(max_steps, int):
+        raise TypeError(f"`solve(max_steps={max_steps!r})` must be a whole number.")
+    if max_steps < 1:
+        raise ValueError(f"`solve(max_steps={max_steps})` must be at least 1.")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
+    x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
+    optimizer = _made(solver, [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
+    # Where the solver will start from, which is in the sets.
+    start = problem.check(problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach()))
+    history, tally = [], Tally()
+    for _ in range(max_steps):
+        history.append(optimizer.step(problem=problem))
+        tally.add(history[-1])
+    x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
+    if envelope is not None:
+        certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance, start=start)
+    return Solution(x, y, certificate, history, tally)
+
+
+def _made(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
+    rule = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+    if not callable(solver):
+        kind = repr(solver) if isinstance(solver, str) else f"{type(solver).__name__}(...)"
+        raise TypeError(f"`solve(solver={kind})` cannot be called with parameters: {rule}")
+    made = solver(params)
+    if not isinstance(made, BilevelOptimizer):
+        name = getattr(solver, "__name__", type(solver).__name__)
+        raise TypeError(f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: {rule}")
+    return made
+
+
+def _start(name: str, value: Any) -> Tensor:
+    start = torch.as_tensor(value)
+    if start.ndim > 1 or not start.is_floating_point():
+        kind = f"shape {tuple(start.shape)}" if start.ndim > 1 else f"dtype {start.dtype}"
+        raise ValueError(f"`solve({name})` has {kind}: it must be a flat vector of floating-point numbers.")
+    return start.detach().reshape(-1).clone().requires_grad_()
