@@ -11,12 +11,13 @@ from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
 from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor
 from lightning_bilevel.core.certificate import Certificate as Certificate
 from lightning_bilevel.core.certificate import certify as certify
+from lightning_bilevel.core.errors import BilevelError as BilevelError
+from lightning_bilevel.core.errors import InnerLoopError as InnerLoopError
+from lightning_bilevel.core.errors import LineSearchError as LineSearchError
+from lightning_bilevel.core.errors import NonFiniteError as NonFiniteError
 from lightning_bilevel.core.moreau import Envelope as Envelope
-from lightning_bilevel.core.moreau import InnerLoopError as InnerLoopError
-from lightning_bilevel.core.problem import BilevelError as BilevelError
 from lightning_bilevel.core.problem import BilevelProblem as BilevelProblem
 from lightning_bilevel.core.problem import Calls as Calls
-from lightning_bilevel.core.problem import NonFiniteError as NonFiniteError
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet
@@ -56,7 +57,6 @@ from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo
-from lightning_bilevel.solvers.ivsp.linesearch import LineSearchError as LineSearchError
 from lightning_bilevel.solvers.schedule import Power as Power
 from lightning_bilevel.solving import Solution as Solution
 from lightning_bilevel.solving import solve as solve

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_bilevel import IVSPMixin
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.cleaning import (
     CleaningData,
     DatasetCleaning,
@@ -29,7 +30,6 @@ from lightning_bilevel.data.cleaning import (
     Splits,
 )
 from lightning_bilevel.data.corruption import corrupt_labels
-from lightning_bilevel.data.fullbatch import as_chunks
 from lightning_bilevel.data.samples import common_images, draw
 
 REAL = Path(os.environ.get("LIGHTNING_BILEVEL_DATA") or "no data")

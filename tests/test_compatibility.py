@@ -148,14 +148,18 @@ class TestFlags:
     [
         (ModelPruning("l1_unstructured", amount=0.5), "changes the parameters in the middle of a run"),
         (LearningRateMonitor(log_weight_decay=True), "has no weight decay"),
-        (BatchSizeFinder(), "has no batch size to find"),
     ],
 )
 def test_callbacks_that_cannot_work_are_refused(tmp_path: Path, callback: Any, words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"cannot watch `Weighting`: .*{words}"):
+        fitted(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path))
+
+
+def test_a_full_batch_has_no_batch_size_to_find(tmp_path: Path) -> None:
     data: Any = weighting_data()
     data.batch_size = 4
-    with pytest.raises(MisconfigurationException, match=f"cannot watch `Weighting`: .*{words}"):
-        fitted(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path), data=data)
+    with pytest.raises(MisconfigurationException, match="`BatchSizeFinder` cannot work on a `FullBatchDataModule`"):
+        fitted(tmp_path, callbacks=[BatchSizeFinder()], data=data)
 
 
 def test_no_certificate_json_is_lost_without_a_logger(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import Chunks, CleaningData, FewShot, FullBatchDataModule, GlyphEpisodes, HyperCleaning, SineProblem
-from lightning_bilevel.data.fullbatch import as_chunks
+from lightning_bilevel.core.chunks import as_chunks
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])

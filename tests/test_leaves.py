@@ -13,8 +13,8 @@ from test_mixin import same_parameters, trainer
 from torch import Tensor
 
 from lightning_bilevel import Chunks, FullBatchDataModule
+from lightning_bilevel.core.chunks import samples_in
 from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
-from lightning_bilevel.data.fullbatch import samples_in
 from lightning_bilevel.plugin.processes import part_of
 
 

@@ -3,8 +3,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_bilevel.core.problem import BilevelError
-from lightning_bilevel.solvers.ivsp.linesearch import LineSearchError, allowance, backtrack, barzilai_borwein
+from lightning_bilevel.core.errors import BilevelError, LineSearchError
+from lightning_bilevel.solvers.ivsp.linesearch import allowance, backtrack, barzilai_borwein
 
 
 @dataclass

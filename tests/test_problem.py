@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelError, BilevelProblem, Calls, NonFiniteError, Start
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
+from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.sets import Box, Free, Scaled
 
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -23,7 +23,7 @@ from modules import Weighting, samples
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
-from lightning_bilevel.data.fullbatch import as_chunks
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.plugin.processes import part_of
 
 HERE = Path(__file__).parent

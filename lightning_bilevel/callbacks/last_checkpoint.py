@@ -18,15 +18,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.optimization_budget import seconds
-from lightning_bilevel.core.problem import BilevelError
+from lightning_bilevel.core.errors import BilevelError, CheckpointError
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.processes import any_of
 
-__all__ = ["CheckpointError", "LastCheckpoint"]
-
-
-class CheckpointError(BilevelError):
-    """A checkpoint could not be written."""
+__all__ = ["LastCheckpoint"]
 
 
 class LastCheckpoint(ModelCheckpoint):

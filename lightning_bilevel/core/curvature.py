@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem, NonFiniteError
+from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 

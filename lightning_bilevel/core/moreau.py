@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelError, LowerLevel, NonFiniteError
+from lightning_bilevel.core.errors import InnerLoopError, NonFiniteError
+from lightning_bilevel.core.problem import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
 
-__all__ = ["Envelope", "InnerLoopError", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
+__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
 __all__ += ["projected_step", "slope_of_psi"]
 
 # A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
@@ -32,10 +33,6 @@ _STALLED = 100
 _NOISE = 50.0
 # A shorter step keeps clear of points where g is not defined; after so many attempts it is the start that is too near to them.
 _MAX_UNDEFINED = 3
-
-
-class InnerLoopError(BilevelError):
-    """The inner loop did not reach its accuracy within the cap."""
 
 
 @dataclass(frozen=True)

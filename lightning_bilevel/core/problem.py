@@ -18,20 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["BilevelError", "BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "NonFiniteError", "Start", "Upper"]
+__all__ = ["BilevelProblem", "Calls", "Function", "Gap", "LowerLevel", "Start", "Upper"]
 
 Function = Callable[[Any, Tensor], Tensor]
-
-
-class BilevelError(RuntimeError):
-    """The run cannot go on, for a reason that the message names."""
-
-
-class NonFiniteError(BilevelError):
-    """A value or a gradient of f or g is NaN or infinite."""
 
 
 @dataclass(frozen=True)

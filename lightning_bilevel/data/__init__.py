@@ -1,5 +1,6 @@
 """Data modules for bilevel problems."""
 
+from lightning_bilevel.core.chunks import Chunks as Chunks
 from lightning_bilevel.data.cleaning import CleaningData as CleaningData
 from lightning_bilevel.data.cleaning import DatasetCleaning as DatasetCleaning
 from lightning_bilevel.data.cleaning import DigitsCleaning as DigitsCleaning
@@ -10,7 +11,6 @@ from lightning_bilevel.data.corruption import corrupt_labels as corrupt_labels
 from lightning_bilevel.data.episodes import EpisodeData as EpisodeData
 from lightning_bilevel.data.episodes import Episodes as Episodes
 from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
-from lightning_bilevel.data.fullbatch import Chunks as Chunks
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule
 from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
 from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs

@@ -12,8 +12,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, as_chunks
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.data.samples import (
     DATA_VARIABLE,
     AnyDataset,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -12,63 +11,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bilevel.core.leaves import tensors
-
-__all__ = ["Chunks", "FullBatchDataModule", "as_chunks", "samples_in"]
-
-
-@dataclass
-class Chunks:
-    """A batch that is evaluated in parts, one after another, because it is larger than memory (or than a cache).
-
-    The losses of a module are means over the samples of what they are given, so the whole is the mean of the parts weighted
-    by their sizes.
-
-    Args:
-        batches: The parts.
-        weights: The weight of each; None weights each by its number of samples (the length of its first tensor).
-    """
-
-    batches: list[Any]
-    weights: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.batches or (self.weights is not None and len(self.weights) != len(self.batches)):
-            raise ValueError(
-                f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} weights: it needs at least one "
-                "batch, and as many weights."
-            )
-
-    @property
-    def shares(self) -> list[float]:
-        """The weights, adding up to one where they count samples."""
-        if self.weights is not None:
-            return self.weights
-        if len(self.batches) == 1:
-            return [1.0]
-        sizes = [samples_in(batch) for batch in self.batches]
-        if not all(sizes):
-            raise ValueError("`Chunks` cannot tell how many samples each part has: give `weights`.")
-        return [size / sum(sizes) for size in sizes]
-
-
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor of a batch; 0 where it has none."""
-    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), 0)
-
-
-def as_chunks(batch: Any) -> Chunks:
-    """Read a batch as chunks: a list that holds no tensor itself is a list of chunks, everything else is one batch."""
-    if isinstance(batch, Chunks):
-        return batch
-    if isinstance(batch, list) and batch and not any(isinstance(part, Tensor) for part in batch):
-        return Chunks(batch)
-    return Chunks([batch])
+__all__ = ["FullBatchDataModule"]
 
 
 class Repeated:
@@ -127,6 +75,11 @@ class FullBatchDataModule(LightningDataModule):
         self.epoch_length = epoch_length
 
     def train_dataloader(self) -> Repeated:
+        if self.trainer is not None and any(isinstance(c, BatchSizeFinder) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no batch size to find. `Chunks` "
+                "evaluates a batch that is larger than memory."
+            )
         levels = {"upper": self.upper, "lower": self.lower}
         missing = [name for name, batch in levels.items() if batch is None]
         if len(missing) == 1:

@@ -10,11 +10,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy, max_pool2d
 
+from lightning_bilevel.core.chunks import Chunks, as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
-from lightning_bilevel.data.fullbatch import Chunks, as_chunks
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP

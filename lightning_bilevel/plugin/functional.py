@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_bilevel.core.problem import BilevelError
+from lightning_bilevel.core.errors import BilevelError
 
 __all__ = ["ModuleFunctions", "parameters_of"]
 

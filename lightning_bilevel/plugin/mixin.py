@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateMonitor, ModelPruning
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_bilevel.core.certificate import Certificate, certify
+from lightning_bilevel.core.chunks import Chunks, as_chunks
+from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelError, BilevelProblem, Calls, Start
-from lightning_bilevel.data.fullbatch import Chunks, FullBatchDataModule, as_chunks
+from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.plugin.checkpoints import KEY as CHECKPOINT_KEY
 from lightning_bilevel.plugin.checkpoints import check_record, record
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
@@ -635,7 +636,7 @@ class BilevelMixin:
                 "and `Chunks` evaluates a batch that is larger than memory."
             )
         for callback in trainer.callbacks:
-            why = _why_not(callback, trainer)
+            why = _why_not(callback)
             if why:
                 raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{type(self).__name__}`: {why}")
 
@@ -654,14 +655,12 @@ class BilevelModule(BilevelMixin, LightningModule):
     """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order of bases."""
 
 
-def _why_not(callback: Any, trainer: Any) -> str:
+def _why_not(callback: Any) -> str:
     """Say why a callback of Lightning's cannot do its work on a bilevel module; nothing if it can."""
     if isinstance(callback, ModelPruning):
         return "it changes the parameters in the middle of a run, which is then one of another problem. Prune before or after."
     if isinstance(callback, LearningRateMonitor) and callback.log_weight_decay:
         return "its solver has no weight decay. Leave out `log_weight_decay=True`."
-    if isinstance(callback, BatchSizeFinder) and isinstance(trainer.datamodule, FullBatchDataModule):
-        return "a full batch has no batch size to find. `Chunks` evaluates a batch that is larger than memory."
     return ""
 
 

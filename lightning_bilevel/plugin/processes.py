@@ -12,10 +12,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
 from lightning_bilevel.core.leaves import map_tensors, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.data.fullbatch import Chunks, as_chunks, samples_in
 
 __all__ = ["agree", "any_of", "check_parts", "part_of", "total"]
 

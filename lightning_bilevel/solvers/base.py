@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelError, BilevelProblem, Calls, NonFiniteError
+from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelOptimizer", "SolverCallable", "StepInfo"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelError
+from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 

@@ -6,13 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from lightning_bilevel.core.problem import BilevelError
+from lightning_bilevel.core.errors import LineSearchError
 
-__all__ = ["LineSearchError", "allowance", "backtrack", "barzilai_borwein"]
-
-
-class LineSearchError(BilevelError):
-    """No trial was accepted within the cap."""
+__all__ = ["allowance", "backtrack", "barzilai_borwein"]
 
 
 class Trial(Protocol):

@@ -11,15 +11,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.moreau import Envelope, InnerLoopError, evaluate_gap, gradient_error, inexact_prox
-from lightning_bilevel.core.problem import BilevelError, BilevelProblem, LowerLevel, NonFiniteError, Upper
+from lightning_bilevel.core.errors import BilevelError, InnerLoopError, LineSearchError, NonFiniteError
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error, inexact_prox
+from lightning_bilevel.core.problem import BilevelProblem, LowerLevel, Upper
 from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.ivsp.choose import PER_TASK, adapted_accuracy, choose, corrected, explain
 from lightning_bilevel.solvers.ivsp.constants import check_constants
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_stall
-from lightning_bilevel.solvers.ivsp.linesearch import LineSearchError, allowance, backtrack, barzilai_borwein
+from lightning_bilevel.solvers.ivsp.linesearch import allowance, backtrack, barzilai_borwein
 from lightning_bilevel.solvers.ivsp.penalty import (
     SmoothingName,
     inverse_penalty,

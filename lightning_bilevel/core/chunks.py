@@ -1,0 +1,61 @@
+"""A batch in parts, which are evaluated one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_bilevel.core.leaves import tensors
+
+__all__ = ["Chunks", "as_chunks", "samples_in"]
+
+
+@dataclass
+class Chunks:
+    """A batch that is evaluated in parts, one after another, because it is larger than memory (or than a cache).
+
+    The losses of a module are means over the samples of what they are given, so the whole is the mean of the parts weighted
+    by their sizes.
+
+    Args:
+        batches: The parts.
+        weights: The weight of each; None weights each by its number of samples (the length of its first tensor).
+    """
+
+    batches: list[Any]
+    weights: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batches or (self.weights is not None and len(self.weights) != len(self.batches)):
+            raise ValueError(
+                f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} weights: it needs at least one "
+                "batch, and as many weights."
+            )
+
+    @property
+    def shares(self) -> list[float]:
+        """The weights, adding up to one where they count samples."""
+        if self.weights is not None:
+            return self.weights
+        if len(self.batches) == 1:
+            return [1.0]
+        sizes = [samples_in(batch) for batch in self.batches]
+        if not all(sizes):
+            raise ValueError("`Chunks` cannot tell how many samples each part has: give `weights`.")
+        return [size / sum(sizes) for size in sizes]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor of a batch; 0 where it has none."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), 0)
+
+
+def as_chunks(batch: Any) -> Chunks:
+    """Read a batch as chunks: a list that holds no tensor itself is a list of chunks, everything else is one batch."""
+    if isinstance(batch, Chunks):
+        return batch
+    if isinstance(batch, list) and batch and not any(isinstance(part, Tensor) for part in batch):
+        return Chunks(batch)
+    return Chunks([batch])
