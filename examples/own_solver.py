@@ -8,7 +8,6 @@ Run: python examples/own_solver.py
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -31,10 +30,7 @@ class HeavyBall(BilevelOptimizer):
         # Hyper-parameters live in param_groups, where a checkpoint finds them.
         super().__init__(params, {"lr": lr, "momentum": momentum, "penalty": penalty, "inner": inner})
 
-    def record(self, **known: Any) -> StepInfo:
-        return StepInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
         c, memory, lower = self.constants, self.memory, problem.at(x)
         z = memory.get("z", y)
         for _ in range(c["inner"]):
@@ -46,8 +42,7 @@ class HeavyBall(BilevelOptimizer):
         new_x, new_y = problem.upper_set.project(x + speed_x), problem.lower_set.project(y + speed_y)
         # State: tensors and plain numbers only.
         memory.update(z=z, speed_x=speed_x, speed_y=speed_y)
-        moved = math.hypot(float((new_x - x).norm()), float((new_y - y).norm()))
-        return new_x, new_y, {"upper": f.value, "lower": gap.value_y, "step": moved, "inner_iterations": c["inner"]}
+        return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"], lr=c["lr"])
 
 
 def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, float]:

@@ -13,8 +13,9 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["Solution", "solve"]
 

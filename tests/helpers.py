@@ -93,11 +93,11 @@ def solved(solver: Solver, problem: Problem) -> Solution:
     return solve(problem.build(), *problem.at(), solver.make(problem), problem.steps)
 
 
-def groups(x: Tensor, y: Tensor) -> list[dict[str, Any]]:
+def groups(x: Tensor, y: Tensor, units: tuple[float, float] = (1.0, 1.0)) -> list[dict[str, Any]]:
     """Fresh parameters at (x, y) as a solver takes them."""
     return [
-        {"params": [x.detach().clone().requires_grad_()], "level": "upper"},
-        {"params": [y.detach().clone().requires_grad_()], "level": "lower"},
+        {"params": [x.detach().clone().requires_grad_()], "level": "upper", "unit": units[0]},
+        {"params": [y.detach().clone().requires_grad_()], "level": "lower", "unit": units[1]},
     ]
 
 

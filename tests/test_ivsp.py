@@ -310,8 +310,8 @@ def test_units_are_a_change_of_variables(units: tuple[float, float]) -> None:
     problem = by_name["active_box"]
     a, b = units
     x, y = problem.at()
-    scaled = problem.build().in_units(a, b)
-    optimizer = make_ivsp(problem, L_xy=a * b, L_yy=b**2)(groups(x, y))
+    built = problem.build()
+    optimizer = make_ivsp(problem, L_xy=a * b, L_yy=b**2)(groups(x, y, units))
     by_hand = BilevelProblem(
         lambda u, v: problem.f(a * u, b * v),
         lambda u, v: problem.g(a * u, b * v),
@@ -320,7 +320,7 @@ def test_units_are_a_change_of_variables(units: tuple[float, float]) -> None:
     )
     other = make_ivsp(problem, L_xy=a * b, L_yy=b**2)(groups(x / a, y / b))
     for _ in range(10):
-        optimizer.step(problem=scaled)
+        optimizer.step(problem=built)
         other.step(problem=by_hand)
         for unit, got, expected in zip(units, point_of(optimizer), point_of(other), strict=True):
             torch.testing.assert_close(got, unit * expected, rtol=1e-9, atol=1e-9)
@@ -439,7 +439,7 @@ class TestOutsideChanges:
             expected, got = one.step(problem=built), two.step(problem=self.problem.build())
             look = Calls(upper=1, gap=1) if number else Calls()
             assert got.calls == expected.calls + look
-            assert facts(dataclasses.replace(got, calls=expected.calls)) == facts(expected)
+            assert facts(dataclasses.replace(got, calls=expected.calls, passes=expected.passes)) == facts(expected)
         assert all(torch.equal(a, b) for a, b in zip(point_of(one), point_of(two), strict=True))
 
     @pytest.mark.parametrize(
@@ -485,8 +485,8 @@ class TestOutsideChanges:
         advance(optimizer, problem, 1)  # and does not warn again
 
     def test_the_warning_speaks_of_the_parameters_own_units(self) -> None:
-        problem = BilevelProblem(self.problem.f, self.problem.g, Box(-1.0, 1.0)).in_units(10.0, 1.0)
-        optimizer = IVSP(groups(torch.tensor([3.0, 0.0]), torch.zeros(2)), sigma=0.0)
+        problem = BilevelProblem(self.problem.f, self.problem.g, Box(-1.0, 1.0))
+        optimizer = IVSP(groups(torch.tensor([3.0, 0.0]), torch.zeros(2), (10.0, 1.0)), sigma=0.0)
         with pytest.warns(UserWarning, match=r"it was projected, which moved it by 2\.$"):
             optimizer.step(problem=problem)
 
@@ -511,25 +511,25 @@ class TestStateDict:
     @both_dtypes
     @every_problem
     def test_a_loaded_run_continues_bitwise(self, problem: Problem, dtype: torch.dtype) -> None:
-        self.check_resume(problem, problem.build, dtype)
+        self.check_resume(problem, dtype)
 
     @both_dtypes
     @pytest.mark.parametrize("units", [(2.0, 0.5), (0.3, 0.07)])
     @pytest.mark.parametrize("name", ["active_box", "ball", "simplex"])
     def test_in_units_too(self, name: str, units: tuple[float, float], dtype: torch.dtype) -> None:
         problem = by_name[name]
-        self.check_resume(problem, lambda: problem.build().in_units(*units), dtype)
+        self.check_resume(problem, dtype, units)
 
-    def check_resume(self, problem: Problem, build: Callable[[], BilevelProblem], dtype: torch.dtype) -> None:
-        straight = make_ivsp(problem)(groups(*problem.at(dtype=dtype)))
-        built = build()
+    def check_resume(self, problem: Problem, dtype: torch.dtype, units: tuple[float, float] = (1.0, 1.0)) -> None:
+        straight = make_ivsp(problem)(groups(*problem.at(dtype=dtype), units))
+        built = problem.build()
         advance(straight, built, 7)
         saved, (x, y) = self.through_a_file(straight), point_of(straight)
         expected = advance(straight, built, 8)
 
         resumed = IVSP(groups(x, y))  # with other constants, which the load replaces
         resumed.load_state_dict(saved)
-        got = advance(resumed, build(), 8)
+        got = advance(resumed, problem.build(), 8)
         assert [facts(info) for info in got] == [facts(info) for info in expected]
         for a, b in zip(point_of(resumed), point_of(straight), strict=True):
             assert torch.equal(a, b)
@@ -805,12 +805,34 @@ class TestConstants:
         assert self.make(r=0.5).constants["q"] == pytest.approx(2.01)
         assert self.make().constants["q"] == pytest.approx(3.01)
 
+    def test_the_paper_s_rules_need_all_constants_of_a_task(self) -> None:
+        message = "`IVSP(rules='paper')` needs mu0, block too: with the paper's rules nothing is chosen."
+        given = {name: value for name, value in PLAIN.items() if name not in ("mu0", "block")}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            self.make(rules="paper", rho=0.5, sigma=1.0, **given)
+        assert self.make(rules="paper", rho=0.5, sigma=1.0, **PLAIN).hyper_parameters["rules"] == "paper"
+
+    def test_a_fixed_L_needs_no_start(self) -> None:
+        given = {name: value for name, value in PLAIN.items() if name != "L_init"}
+        one = self.make(rules="paper", rho=0.5, sigma=1.0, fixed_L=40.0, **given)
+        two = self.make(rho=0.5, sigma=1.0, fixed_L=40.0, **PLAIN)
+        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        for _ in range(5):
+            assert one.step(problem=problem).upper == two.step(problem=problem).upper
+
+    def test_own_rules_with_all_constants_halve_the_penalty(self) -> None:
+        optimizer = self.make(rules="own", rho=0.5, sigma=1.0, **{**PLAIN, "gamma0": 8.0})
+        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        optimizer.step(problem=problem)
+        assert optimizer.chosen == []
+        optimizer.memory["penalty_updates"] = 2
+        assert optimizer.step(problem=problem).gamma == 2.0
+
     def test_defaults_are_the_paper_s_common_settings(self) -> None:
         optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
-        assert not optimizer.adaptive
         optimizer.step(problem=BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()))
         constants = optimizer.constants
-        assert (constants["unit"], constants["bb"]) == (1.0, "short")
+        assert (constants["own_unit"], constants["bb"], constants["rules"]) == (1.0, "short", "paper")
         paper = reference.Settings(rho=0.5, sigma=1.0, mu0=1.0, block=1, gamma0=1.0, zeta_bar=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0)
         for name in ("delta", "r", "q", "c1", "c2", "L_min", "L_max", "B_R", "theta_low", "theta_hat", "smoothing", "fixed_L"):
             assert constants[name] == getattr(paper, name), name

@@ -16,8 +16,10 @@ from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, gradient_error
-from lightning_bilevel.solvers.ivsp.choose import PER_TASK, adapted_accuracy, corrected
-from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
+from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
+from lightning_bilevel.solvers.ivsp.penalty import Huber, inverse_penalty
+from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
+from lightning_bilevel.solvers.ivsp.search import Merit
 
 DOUBLE = torch.float64
 CURVATURES = torch.tensor([0.1, 2.0, -0.5, 1.0], dtype=DOUBLE)
@@ -70,14 +72,14 @@ def test_what_is_chosen_follows_from_what_is_measured() -> None:
     assert solver.chosen == []
     solver.step(problem=quadratic())
     c = solver.constants
-    assert c["estimated"].split() == list(PER_TASK)
+    assert c["chosen"] == PER_TASK
     assert 1.5 < c["L_yy"] <= 2.0 + 1e-6
     assert (c["rho"], c["sigma"]) == pytest.approx((1 / (4 * c["L_yy"]), c["L_yy"]))
     assert (c["mu0"], c["block"]) == (0.05, 5)
     assert c["zeta_bar"] * c["mu0"] ** c["q"] == pytest.approx(1e-3)
     assert c["L_xy"] == pytest.approx(3.0)
     assert (c["c1"], c["L_min"], c["L_max"]) == pytest.approx((1e-4 * c["L_init"], 1e-11 * c["L_init"], 1e11 * c["L_init"]))
-    assert math.log2(c["unit"]) == round(math.log2(c["unit"]))
+    assert math.log2(c["own_unit"]) == round(math.log2(c["own_unit"]))
     assert [name for name, _ in solver.chosen] == [*sorted(PER_TASK, key=[n for n, _ in solver.chosen].index), "unit of x"]
 
 
@@ -109,7 +111,7 @@ def test_with_everything_given_nothing_is_chosen() -> None:
     problem = quadratic()
     info = solver.step(problem=problem)
     assert solver.chosen == []
-    assert solver.constants["unit"] == 1.0
+    assert solver.constants["own_unit"] == 1.0
     assert (solver.constants["c1"], solver.constants["c2"], solver.constants["B_R"]) == (1e-4, 1.0, 1e3)
     assert info.calls.lower == info.inner_iterations
 
@@ -137,7 +139,7 @@ def test_the_unit_of_x_wakes_up_a_level_that_hardly_moves() -> None:
     solver = IVSP(groups(x, y))
     for _ in range(200):
         solver.step(problem=problem)
-    assert solver.constants["unit"] >= 64.0
+    assert solver.constants["own_unit"] >= 64.0
     assert float(point_of(solver)[0].min()) > 1e3
 
 
@@ -175,8 +177,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(dtype: torch.dtype, stop: int) -> Non
 
 def test_the_accuracy_keeps_the_error_below_a_tenth_of_the_mapping() -> None:
     envelope = Envelope(rho=0.3, sigma=1.0, delta=1e-3)
+    solver = IVSP(groups(*start()), rho=0.3, sigma=1.0, L_xy=2.0)
+    solver.step(problem=quadratic())
+    constants = Constants.read({**solver.constants, "own_unit": 1.0})
     for mapping in (1e-6, 1e-2, 30.0):
-        zeta = adapted_accuracy(mapping, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0)
+        zeta = adapted_accuracy(mapping, Merit(1.0, 0.02, Huber()), constants, B_R=5.0)
         assert 0.05 * mapping <= gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0) <= 0.1 * mapping * (1 + 1e-12)
 
 
@@ -197,10 +202,15 @@ def test_a_lower_level_that_becomes_more_curved_is_noticed_without_a_warning() -
 
 
 def test_corrected_changes_what_was_estimated_alone() -> None:
-    c = {"estimated": "L_yy rho sigma", "L_yy": 2.0, "rho": 0.125, "sigma": 2.0}
-    assert corrected(c, 4) == {"L_yy": 8.0, "rho": 0.03125, "sigma": 8.0}
-    assert corrected({**c, "estimated": "L_yy"}, 4) == {"L_yy": 8.0}
-    assert corrected({**c, "estimated": "L_yy sigma"}, 4) == {"L_yy": 8.0, "sigma": 4.0}
+    solver = IVSP(groups(*start()), L_yy=2.0, rho=0.125, sigma=2.0)
+    solver.step(problem=quadratic())
+
+    def corrected(chosen: tuple[str, ...]) -> dict[str, float]:
+        return Constants.read({**solver.constants, "chosen": chosen}).more_curved(4)
+
+    assert corrected(("L_yy", "rho", "sigma")) == {"L_yy": 8.0, "rho": 0.03125, "sigma": 8.0}
+    assert corrected(("L_yy",)) == {"L_yy": 8.0}
+    assert corrected(("L_yy", "sigma")) == {"L_yy": 8.0, "sigma": 4.0}
 
 
 def test_the_grids_of_the_penalty() -> None:

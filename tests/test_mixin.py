@@ -42,7 +42,7 @@ def trainer(tmp_path: Any, **kwargs: Any) -> Trainer:
 def bare(module: Any, batch: Any, steps: int) -> list[Any]:
     declared = module._declaration
     solver = declared.solver(declared.groups())
-    problem = module.bilevel_problem(batch).in_units(*declared.units)
+    problem = module.bilevel_problem(batch)
     return [solver.step(problem=problem) for _ in range(steps)]
 
 

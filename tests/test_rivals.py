@@ -17,13 +17,14 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box, Free
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
+from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.bome import BOME
 from lightning_bilevel.solvers.f2sa import F2SA
-from lightning_bilevel.solvers.inner import MultiplierInfo
 from lightning_bilevel.solvers.meha import MEHA
 from lightning_bilevel.solvers.pngbio import PNGBiO
-from lightning_bilevel.solvers.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.slm import SLM
 from lightning_bilevel.solvers.vpbgd import VPBGD
 
@@ -598,7 +599,7 @@ def test_power_schedule() -> None:
     assert [Power(0.7, -0.5).at(k) for k in (0, 3, 99)] == pytest.approx([0.7, 0.35, 0.07])
     assert Power(3.0).at(10) == 3.0
     assert [value_at((0.2, 0.25), k) for k in (0, 15)] == pytest.approx([0.2, 0.4])
-    assert stored("S", {"c": 2, "T": 3.0, "d": 0}, schedules=("c",), whole=("T",), nonnegative=("d",)) == {
+    assert checked_arguments("S", {"c": 2, "T": 3.0, "d": 0}, schedules=("c",), whole=("T",), nonnegative=("d",)) == {
         "c": (2.0, 0.0),
         "T": 3,
         "d": 0,

@@ -92,12 +92,8 @@ class Halving(BilevelOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        value = problem.upper(x, y).value
-        return x / 2, y / 2, {"upper": value, "lower": 0.0, "step": 0.0, "inner_iterations": 0}
-
-    def record(self, **known: Any) -> StepInfo:
-        return StepInfo(**known)
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+        return x / 2, y / 2, StepInfo(upper=problem.upper(x, y).value, lower=0.0, inner_iterations=0, lr=1.0)
 
 
 def test_is_the_loop_around_a_solver() -> None:

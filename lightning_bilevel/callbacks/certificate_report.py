@@ -19,6 +19,7 @@ from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.record import Progress
 
 __all__ = ["CertificateReport", "as_text"]
 
@@ -67,7 +68,7 @@ class CertificateReport(Callback):
             show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)  # indented: as it stands, in Markdown
             final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
             self._save(trainer, run_folder(trainer), title, optimizer)
-        final["bilevel/optimization_time"] = optimizer.memory["optimization_time"]
+        final["bilevel/optimization_time"] = pl_module.last_step.optimization_time
         show_hyperparameters(trainer, _parameters(pl_module, optimizer), final, iteration)
 
     @override
@@ -91,8 +92,8 @@ class CertificateReport(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "run": title,
-            "iteration": optimizer.memory["iteration"],
-            "optimization_time": optimizer.memory["optimization_time"],
+            "iteration": optimizer.progress.iterations,
+            "optimization_time": optimizer.progress.optimization_time,
             "reading": reading(self.certificate, self.tally),
             "advice": advice(self.certificate, self.tally),
             "certificate": self.certificate.as_dict(),
@@ -113,7 +114,7 @@ def as_text(
     rows = certificate.rows() if certificate is not None else []
     chosen = ", ".join(f"{name} {text.split(' ')[0]}" for name, text in optimizer.chosen)
     rows = [*rows, ("chosen constants", chosen)] if chosen else rows
-    drawn = table(title, [*(validation or []), *rows, *_run(optimizer.memory)])
+    drawn = table(title, [*(validation or []), *rows, *_run(optimizer.progress)])
     if certificate is None:
         return drawn
     sentences = [reading(certificate, tally), *(f"Advice: {line}" for line in advice(certificate, tally))]
@@ -135,9 +136,8 @@ def _metrics(certificate: Certificate) -> dict[str, float]:
 
 def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
     """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of the solver."""
-    constants = {name: value for name, value in optimizer.constants.items() if name not in ("params", "level", "lr")}
     # TensorBoard sorts by name and shows the first few: the bracket puts the method in front.
-    return {**pl_module.hparams_initial, "(solver)": type(optimizer).__name__, **constants}
+    return {**pl_module.hparams_initial, "(solver)": type(optimizer).__name__, **optimizer.hyper_parameters}
 
 
 def _validation(trainer: Trainer) -> list[tuple[str, str]]:
@@ -146,10 +146,10 @@ def _validation(trainer: Trainer) -> list[tuple[str, str]]:
     return [(name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")]
 
 
-def _run(memory: dict[str, Any]) -> list[tuple[str, str]]:
+def _run(progress: Progress) -> list[tuple[str, str]]:
     rows = [
-        ("outer iterations", f"{memory['iteration']}"),
-        ("inner iterations", f"{memory['inner_iterations']}"),
-        ("optimisation time", f"{memory['optimization_time']:.2f} s"),
+        ("outer iterations", f"{progress.iterations}"),
+        ("inner iterations", f"{progress.inner_iterations}"),
+        ("optimisation time", f"{progress.optimization_time:.2f} s"),
     ]
-    return [("penalty updates", f"{memory['penalty_updates']}"), *rows] if "penalty_updates" in memory else rows
+    return rows if progress.penalty_updates is None else [("penalty updates", f"{progress.penalty_updates}"), *rows]

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.tensorboard import show_text
-from lightning_bilevel.solvers.ivsp.solver import IVSPInfo
+from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 
 __all__ = ["PenaltyMonitor"]
 

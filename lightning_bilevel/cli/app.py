@@ -81,16 +81,13 @@ class BilevelTrainer(Trainer):
             datamodule: Its data.
         """
         batch = self._set_up(CertificateReport(), model, datamodule, None, None)
-        own, (x, y) = solver_of(self), model.point
-        envelope = own.envelope or model.envelope
-        levels = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
-        solver = IVSP(levels, delta=1e-3 if envelope is None else envelope.delta)
-        problem, unit_x, unit_y = model.problem_in_units(batch)
-        rows = solver.probe(problem, problem.upper_set.project(x / unit_x), problem.lower_set.project(y / unit_y))
-        given = own.constants if isinstance(own, IVSP) else {}
+        own, problem, envelope = solver_of(self), model.problem_on(batch), model.envelope
+        delta = 1e-3 if envelope is None else envelope.delta
+        rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
+        given = own.hyper_parameters if isinstance(own, IVSP) else {}
         shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
         if self.is_global_zero:
-            print(table(f"IVSP on {type(model).__name__}, delta {solver.constants['delta']:g}: what it would choose", shown))
+            print(table(f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown))
             print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
         return rows
 

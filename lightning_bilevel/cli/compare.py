@@ -89,9 +89,9 @@ class _Recorder(Callback):
         solver = trainer.optimizers[0]
         assert isinstance(solver, BilevelOptimizer)
         row = {
-            "iteration": solver.memory["iteration"],
-            "optimization_time": solver.memory["optimization_time"],
-            "passes": solver.memory["passes"],
+            "iteration": solver.progress.iterations,
+            "optimization_time": solver.progress.optimization_time,
+            "passes": solver.progress.passes,
         }
         row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
         certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
@@ -187,7 +187,7 @@ def _run(
     trainer.callbacks += [OptimizationBudget(budget), recorder]
 
     def clock() -> float:
-        return float(trainer.optimizers[0].memory["optimization_time"])
+        return float(trainer.optimizers[0].progress.optimization_time)
 
     class Timed(type(cli.datamodule)):  # type: ignore[misc]
         def train_dataloader(self) -> _TimedEpochs:

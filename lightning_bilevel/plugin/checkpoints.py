@@ -110,7 +110,7 @@ def _sizes(solver: BilevelOptimizer) -> dict[str, int]:
 def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimizer) -> None:
     # The learning rate is what the solver itself writes there at each step.
     # What was left out is as the run before chose it.
-    own = {name: value for name, value in solver.constants.items() if name not in ("params", "level", "lr") and value is not None}
+    own = solver.hyper_parameters
     changed = [f"{name}={saved[name]!r} (not {value!r})" for name, value in own.items() if name in saved and saved[name] != value]
     if changed:
         warnings.warn(

@@ -117,4 +117,5 @@ class Declaration:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that a solver takes."""
-        return [{"params": level.parameters, "level": level.name} for level in self.levels]
+        named = zip(self.levels, self.units, strict=True)
+        return [{"params": level.parameters, "level": level.name, "unit": unit} for level, unit in named]

@@ -32,8 +32,9 @@ from lightning_bilevel.plugin.checkpoints import check_record, record
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, ModuleFunctions
 from lightning_bilevel.plugin.processes import agree, check_parts, part_of, total
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
 
@@ -262,7 +263,7 @@ class BilevelMixin:
 
     def on_train_epoch_end(self) -> None:
         """Notice a training step that is not ours."""
-        if self._solver.memory["iteration"] == 0:
+        if self._solver.progress.iterations == 0:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: it must call "
                 "`super().training_step(batch, batch_idx)`, or be left out."
@@ -357,12 +358,7 @@ class BilevelMixin:
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the certificate, in y: that of the solver, or the declared one."""
-        declared, own = self._declared(), self._solver.envelope
-        if own is None:
-            return declared.envelope
-        # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
-        square = declared.units[1] ** 2
-        return Envelope(rho=own.rho * square, sigma=own.sigma / square, delta=own.delta)
+        return self._solver.envelope or self._declared().envelope
 
     @property
     def point(self) -> tuple[Tensor, Tensor]:
@@ -438,12 +434,16 @@ class BilevelMixin:
             )
             # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
             self.evaluation_time += self._current.problem.agreed(time.perf_counter() - began, point[0])
-            self._evaluated = _Evaluated(given, point, certificate, self._solver.memory["iteration"])
+            self._evaluated = _Evaluated(given, point, certificate, self._solver.progress.iterations)
         return self._evaluated.certificate
 
-    def problem_in_units(self, batch: Any) -> tuple[BilevelProblem, float, float]:
-        """Return the problem on a batch in the units that the solver works in, and these units."""
-        return self._problem_on(batch).scaled, *self._declared().units
+    def problem_on(self, batch: Any) -> BilevelProblem:
+        """Return the problem on a training batch, as all processes share it."""
+        return self._problem_on(batch).problem
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the two levels with their units, as a solver takes them."""
+        return self._declared().groups()
 
     def may_evaluate(self, share: float) -> bool:
         """Tell whether certificates have taken no more than a share of the optimisation time so far.
@@ -495,7 +495,7 @@ class BilevelMixin:
         # `self.log` takes milliseconds for the same.
         values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
         trainer.callback_metrics.update(values)
-        trainer.progress_bar_metrics.update({name: metrics[name] for name in info.SHOWN if name in metrics})
+        trainer.progress_bar_metrics.update(info.shown())
         if is_logged(trainer, info.iteration):
             self._check_agreement(trainer, info.iteration)
             trainer.logged_metrics.update(values)
@@ -521,7 +521,7 @@ class BilevelMixin:
         if point is not None:
             start = problem.check(*point)
             self._start = self._start or start
-        return _Current(contents, batch, part, problem, problem.in_units(*self._declared().units))
+        return _Current(contents, batch, part, problem, problem)
 
     def _problem_of_all(self, batch: Any, point: tuple[Tensor, Tensor] | None) -> tuple[BilevelProblem, Any]:
         """Return the problem on a batch, shared by all processes of the Trainer, and what this process evaluates of the batch."""
@@ -595,7 +595,7 @@ class BilevelMixin:
                 before = after
             # Another function than before: nothing that is known of the point holds any more.
             problem = copy(current.problem)
-            self._current = replace(current, problem=problem, scaled=problem.in_units(*self._declared().units))
+            self._current = replace(current, problem=problem, scaled=problem)
         if current.problem.reduce is not None:
             for buffer in self._functions.written_buffers:
                 torch.distributed.broadcast(buffer, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_bilevel.solvers.base import StepInfo
-from lightning_bilevel.solvers.ivsp.solver import IVSPInfo
+from lightning_bilevel.solvers.ivsp.record import IVSPInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["Tally"]
 

@@ -2,12 +2,12 @@
 
 from lightning_bilevel.solvers.base import BilevelOptimizer as BilevelOptimizer
 from lightning_bilevel.solvers.base import SolverCallable as SolverCallable
-from lightning_bilevel.solvers.base import StepInfo as StepInfo
 from lightning_bilevel.solvers.bome import BOME as BOME
 from lightning_bilevel.solvers.f2sa import F2SA as F2SA
-from lightning_bilevel.solvers.ivsp.solver import IVSP as IVSP
-from lightning_bilevel.solvers.ivsp.solver import IVSPInfo as IVSPInfo
+from lightning_bilevel.solvers.ivsp import IVSP as IVSP
+from lightning_bilevel.solvers.ivsp import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers.meha import MEHA as MEHA
 from lightning_bilevel.solvers.pngbio import PNGBiO as PNGBiO
+from lightning_bilevel.solvers.record import StepInfo as StepInfo
 from lightning_bilevel.solvers.slm import SLM as SLM
 from lightning_bilevel.solvers.vpbgd import VPBGD as VPBGD

@@ -7,8 +7,8 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,59 +16,25 @@ from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Calls
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.record import Progress, StepInfo
 
-__all__ = ["BilevelOptimizer", "SolverCallable", "StepInfo"]
+__all__ = ["BilevelOptimizer", "SolverCallable"]
 
-
-@dataclass(frozen=True)
-class StepInfo:
-    r"""What one outer iteration did.
-
-    Attributes:
-        iteration: The number of the iteration, from 1.
-        upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
-        lower: g(x, y), likewise.
-        step: :math:`\|w^{k+1} - w^k\|`.
-        inner_iterations: Gradient steps on the lower level.
-        calls: Evaluations of f and g.
-        optimization_time: Seconds spent in the solver since the start of the run.
-    """
-
-    iteration: int
-    upper: float
-    lower: float
-    step: float
-    inner_iterations: int
-    calls: Calls
-    optimization_time: float
-
-    # Logged name of each attribute; a method adds its own.
-    NAMES: ClassVar[dict[str, str]] = {
-        "upper": "bilevel/upper",
-        "lower": "bilevel/lower",
-        "step": "bilevel/step",
-        "inner_iterations": "bilevel/inner_iterations",
-        "optimization_time": "bilevel/optimization_time",
-    }
-
-    # Those that an ordinary progress bar shows.
-    SHOWN: ClassVar[tuple[str, ...]] = ("bilevel/upper", "bilevel/lower")
-
-    def metrics(self) -> dict[str, float]:
-        """Return what loggers and callbacks see of the iteration."""
-        return {name: float(getattr(self, attribute)) for attribute, name in self.NAMES.items()}
+# What else stands in a parameter group.
+_NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
 
 
 class BilevelOptimizer(Optimizer, ABC):
     """A bilevel method: hyper-parameters in ``param_groups``, state in ``state``, the iterate in the parameters.
 
-    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns the new ones.
+    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns the new ones with its record.
 
     Args:
-        params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]``.
-        defaults: The hyper-parameters: numbers, strings, None and tuples of numbers only, so that checkpoints load with
+        params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]``. A group may
+            have a ``unit``: the method then works in u with x = unit * u, which gives the level steps unit**2 times as long.
+        defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that checkpoints load with
             ``weights_only``.
     """
 
@@ -78,14 +44,14 @@ class BilevelOptimizer(Optimizer, ABC):
         torch.serialization.add_safe_globals([cls])
 
     def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        super().__init__(_check_levels(type(self).__name__, params), defaults)
+        super().__init__(_check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
         self._forget()
         self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The hyper-parameters as they are now (after a load: the saved ones)."""
-        return self.param_groups[0]
+        return {name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT}
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -95,8 +61,19 @@ class BilevelOptimizer(Optimizer, ABC):
         return state
 
     @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        m = self.memory
+        return Progress(m["iteration"], m["inner_iterations"], m["passes"], m["optimization_time"], m.get("penalty_updates"))
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The constants that are known, for those who show a run."""
+        return {name: value for name, value in self.constants.items() if value is not None and name != "lr"}
+
+    @property
     def envelope(self) -> Envelope | None:
-        """The Moreau envelope that the method itself relaxes with, if any."""
+        """The Moreau envelope that the method itself relaxes with, if any, in the user's own y."""
         return None
 
     @property
@@ -110,22 +87,21 @@ class BilevelOptimizer(Optimizer, ABC):
         return None
 
     @abstractmethod
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
         """Do one outer iteration.
 
         Args:
-            problem: The problem, in the solver's own units.
-            x: The upper-level variables.
-            y: The lower-level variables.
-            unchanged: Whether problem and point are those that the previous iteration ended with.
+            problem: The problem, in the units of the parameter groups.
+            x: The upper-level variables; the very tensor that the last iteration returned, if nothing has changed since.
+            y: The lower-level variables, likewise.
 
         Returns:
-            The new x and y, and what :meth:`record` needs beyond what is known to this class.
+            The new x and y, and the record, of which :meth:`step` fills in what it knows itself.
         """
 
-    @abstractmethod
-    def record(self, **known: Any) -> StepInfo:
-        """Make the record of an iteration."""
+    def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
+        """Look at the problem before an iteration, and return by how much to multiply the unit of the upper level."""
+        return 1.0
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -149,20 +125,20 @@ class BilevelOptimizer(Optimizer, ABC):
                 "or `step(lambda: problem)` with a BilevelProblem."
             )
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
-        unchanged = self._point is not None and self._point[0] is problem and self._is_written()
-        # A process that evaluates anew what another one knows would wait for it for ever.
-        unchanged = problem.agreed(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
-        x, y = self._point[1:] if unchanged and self._point else self._start(problem)
-        before = dict(memory)
+        before, scaled = dict(memory), self._in_units(problem)
         try:
-            new_x, new_y, facts = self.advance(problem, x, y, unchanged)
+            x, y = self._current(scaled)
+            factor = self.prepare(scaled, x, y)
+            if factor != 1.0:
+                self.param_groups[0]["unit"] *= factor
+                spent, scaled = scaled.calls, self._in_units(problem)
+                scaled.calls, x = spent, x / factor
+            new_x, new_y, info = self.advance(scaled, x, y)
+            step = math.hypot(norm(new_x - x), norm(new_y - y)) if math.isnan(info.step) else info.step
             # Before it is written: the parameters stay at the last good point.
-            if not math.isfinite(facts["step"]):
+            if not math.isfinite(step):
                 sizes = f"{norm(x):.3g}, {norm(y):.3g}"
-                raise NonFiniteError(
-                    f"the step from a point with norms {sizes} has the length {facts['step']}: make steps shorter."
-                )
-            x, y = new_x, new_y
+                raise NonFiniteError(f"the step from a point with norms {sizes} has the length {step}: make steps shorter.")
         except BaseException as error:
             memory.clear()
             memory.update(before)
@@ -170,17 +146,23 @@ class BilevelOptimizer(Optimizer, ABC):
                 raise
             where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
             raise type(error)(f"{where}: {error}") from error
-        self._write(problem, x, y)
+        finally:
+            problem.calls = scaled.calls
+        self._write(scaled, new_x, new_y)
+        for group in self.param_groups:
+            group["lr"] = info.lr
         memory["iteration"] += 1
-        memory["inner_iterations"] += facts["inner_iterations"]
+        memory["inner_iterations"] += info.inner_iterations
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too: what stops by it stops them all in the same iteration.
-        memory["optimization_time"] += problem.agreed(time.perf_counter() - began, x)
-        return self.record(
+        memory["optimization_time"] += problem.agreed(time.perf_counter() - began, new_x)
+        return replace(
+            info,
             iteration=memory["iteration"],
+            step=step,
             calls=problem.calls - calls,
+            passes=memory["passes"],
             optimization_time=memory["optimization_time"],
-            **facts,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,6 +174,13 @@ class BilevelOptimizer(Optimizer, ABC):
             )
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a run, also one that was saved before units were an option of the groups."""
+        groups = [
+            {"unit": mine["unit"], **saved} for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
@@ -201,10 +190,32 @@ class BilevelOptimizer(Optimizer, ABC):
         self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
         # The parameters, each with the part of x or y that was written into it.
         self._written: list[tuple[Tensor, Tensor]] = []
+        # A problem, units, and the problem in these units.
+        self._scaled: tuple[BilevelProblem, list[float], BilevelProblem] | None = None
 
-    def _blocks(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    @property
+    def _units(self) -> list[float]:
+        return [group["unit"] for group in self.param_groups]
+
+    def _in_units(self, problem: BilevelProblem) -> BilevelProblem:
+        """Return the problem in the variables u and v, x = unit * u and y = unit * v, with its count of calls."""
+        if self._units == [1.0, 1.0]:
+            return problem
+        if self._scaled is None or self._scaled[0] is not problem or self._scaled[1] != self._units:
+            self._scaled = problem, self._units, problem.in_units(*self._units)
+        self._scaled[2].calls = problem.calls
+        return self._scaled[2]
+
+    def _current(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+        """Return x and y: the very tensors of the last iteration if problem and parameters are still the same."""
+        unchanged = self._point is not None and self._point[0] is problem and self._is_written()
+        # A process that evaluates anew what another one knows would wait for it for ever.
+        unchanged = problem.agreed(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
+        return self._point[1:] if unchanged and self._point else self._read(problem)
+
+    def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters, each with its part of x or y."""
-        for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
+        for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
             vector = vector if unit == 1.0 else vector * unit
             blocks = torch.split(vector, [p.numel() for p in group["params"]])
             for parameter, block in zip(group["params"], blocks, strict=True):
@@ -213,10 +224,10 @@ class BilevelOptimizer(Optimizer, ABC):
     def _is_written(self) -> bool:
         return all(torch.equal(parameter, block) for parameter, block in self._written)
 
-    def _start(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+    def _read(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
         """Read x and y from the parameters, and into their sets if they are outside."""
         point = []
-        levels = zip(self.param_groups, (problem.upper_set, problem.lower_set), problem.units, strict=True)
+        levels = zip(self.param_groups, (problem.upper_set, problem.lower_set), self._units, strict=True)
         for group, convex_set, unit in levels:
             given = torch.cat([p.detach().reshape(-1) for p in group["params"]])
             saved = self.memory.get(f"{group['level']}_in_units")
@@ -239,11 +250,11 @@ class BilevelOptimizer(Optimizer, ABC):
         return point[0], point[1]
 
     def _write(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        self._written = list(self._blocks(problem, x, y))
+        self._written = list(self._blocks(x, y))
         for parameter, block in self._written:
             parameter.copy_(block)
-        for group, vector, unit in zip(self.param_groups, (x, y), problem.units, strict=True):
-            if unit != 1.0:
+        for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
+            if not _is_power_of_two(unit):
                 # Dividing the parameters by the unit would round once more: a resumed run needs the vector itself.
                 self.memory[f"{group['level']}_in_units"] = vector
         self._point = (problem, x, y)
@@ -264,6 +275,10 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
     for group in ordered:
         if not group["params"] or not sum(p.numel() for p in group["params"]):
             raise ValueError(f"`{name}(params)`: the {group['level']} level has no parameters.")
+        if not 0.0 < group.get("unit", 1.0) < math.inf:
+            raise ValueError(
+                f"`{name}(params)`: the unit {group['unit']} of the {group['level']} level must be positive and finite."
+            )
     if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
         raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
     kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
@@ -276,6 +291,10 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
             "small difference of large numbers, which half precision does not resolve."
         )
     return ordered
+
+
+def _is_power_of_two(unit: float) -> bool:
+    return math.frexp(unit)[0] == 0.5
 
 
 def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.vectors import dot, norm
+from lightning_bilevel.core.vectors import dot
+from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import MultiplierInfo, descend
-from lightning_bilevel.solvers.schedule import stored
+from lightning_bilevel.solvers.inner import descend
+from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["BOME"]
 
@@ -72,13 +73,12 @@ class BOME(BilevelOptimizer):
         barrier: Barrier = "gradient",
     ) -> None:
         given = {"xi": xi, "alpha": alpha, "eta": eta, "T": T, "barrier": barrier}
-        constants = stored("BOME", given, positive=("xi", "alpha", "eta"), whole=("T",), choices={"barrier": get_args(Barrier)})
+        constants = checked_arguments(
+            "BOME", given, positive=("xi", "alpha", "eta"), whole=("T",), choices={"barrier": get_args(Barrier)}
+        )
         super().__init__(params, {"lr": xi, **constants})
 
-    def record(self, **known: Any) -> MultiplierInfo:
-        return MultiplierInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
         theta = descend(here, y, c["alpha"], c["T"], Y)
         f, q = problem.upper(x, y), here.gap(y, theta)
@@ -87,13 +87,7 @@ class BOME(BilevelOptimizer):
         phi = c["eta"] * (square if c["barrier"] == "gradient" else q.value_y - q.value_z)
         # lambda = max((phi - <grad f, grad q>) / (|grad q|^2 + 1e-8), 0)
         weight = max((phi - product) / (square + _GUARD), 0.0)
-        x_new = X.project(x - c["xi"] * (f.grad_x + weight * q.grad_x))
-        y_new = Y.project(y - c["xi"] * (f.grad_y + weight * q.grad_y))
-        facts = {
-            "upper": f.value,
-            "lower": q.value_y,
-            "step": math.hypot(norm(x_new - x), norm(y_new - y)),
-            "inner_iterations": c["T"],
-            "multiplier": weight,
-        }
-        return x_new, y_new, facts
+        x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], X)
+        y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], Y)
+        info = MultiplierInfo(upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight)
+        return x_new, y_new, info

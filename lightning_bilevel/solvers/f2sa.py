@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
-from lightning_bilevel.solvers.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.inner import descend, remembered
+from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["F2SA"]
 
@@ -69,7 +70,7 @@ class F2SA(BilevelOptimizer):
         multiplier: Growth = "growing",
     ) -> None:
         given = {"alpha": alpha, "gamma": gamma, "xi": xi, "lambda0": lambda0, "T": T, "multiplier": multiplier}
-        constants = stored(
+        constants = checked_arguments(
             "F2SA",
             given,
             schedules=("alpha", "gamma"),
@@ -79,10 +80,7 @@ class F2SA(BilevelOptimizer):
         )
         super().__init__(params, {"lr": xi * value_at(constants["alpha"], 0), **constants})
 
-    def record(self, **known: Any) -> MultiplierInfo:
-        return MultiplierInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, k, here, X, Y = self.constants, self.memory["iteration"], problem.at(x), problem.upper_set, problem.lower_set
         alpha, gamma, weight = value_at(c["alpha"], k), value_at(c["gamma"], k), c["lambda0"]
         if c["multiplier"] == "growing":
@@ -91,18 +89,10 @@ class F2SA(BilevelOptimizer):
         for _ in range(c["T"]):
             z = descend(here, z, gamma, 1, Y)
             upper, f_y = problem.upper_y(x, y_new)
-            y_new = Y.project(y_new - alpha * (f_y + weight * here.gradient(y_new)))
+            y_new = plain(y_new, f_y + weight * here.gradient(y_new), alpha, Y)
         # x moves with the new y and z.
         lower, gap_x = here.gap_x(y_new, z)
-        x_new = X.project(x - c["xi"] * alpha * (problem.upper_x(x, y_new) + weight * gap_x))
+        x_new = plain(x, problem.upper_x(x, y_new) + weight * gap_x, c["xi"] * alpha, X)
         self.memory["z"] = z
-        for group in self.param_groups:
-            group["lr"] = c["xi"] * alpha
-        facts = {
-            "upper": upper,
-            "lower": lower,
-            "step": math.hypot(norm(x_new - x), norm(y_new - y)),
-            "inner_iterations": c["T"],
-            "multiplier": weight,
-        }
-        return x_new, y_new, facts
+        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight)
+        return x_new, y_new, info

@@ -1,30 +1,15 @@
-"""The inner variable z of a method: where it starts, how it descends, and the record of a method that weights its gap."""
+"""The inner variable z of a method: where it starts, and how it descends."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from lightning_bilevel.core.problem import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["MultiplierInfo", "descend", "remembered"]
-
-
-@dataclass(frozen=True)
-class MultiplierInfo(StepInfo):
-    """What one outer iteration did of a method that weights the gap g(x, y) - g(x, z) of its inner variable z.
-
-    Attributes:
-        multiplier: The weight of the gap in this iteration.
-    """
-
-    multiplier: float
-
-    NAMES: ClassVar[dict[str, str]] = {**StepInfo.NAMES, "multiplier": "bilevel/multiplier"}
+__all__ = ["descend", "remembered"]
 
 
 def remembered(optimizer: BilevelOptimizer, name: str, y: Tensor) -> Tensor:
@@ -45,5 +30,5 @@ def descend(lower: LowerLevel, z: Tensor, step: float, steps: int, lower_set: Co
     r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
     for number in range(steps):
         # Methods that start at y ask for the gap at y when they are done.
-        z = lower_set.project(z - step * lower.gradient(z, keep=number == 0))
+        z = plain(z, lower.gradient(z, keep=number == 0), step, lower_set)
     return z

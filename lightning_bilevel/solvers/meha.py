@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,14 +11,22 @@ from torch import Tensor
 from lightning_bilevel.core.moreau import projected_step, slope_of_psi
 from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
-from lightning_bilevel.solvers.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
 
-__all__ = ["MEHA", "bracket_x", "bracket_y", "prox_step"]
+__all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "checked_steps", "prox_step"]
 
-_GROWING = Power(1.0, 0.25)
+# The paper's penalty grows slowly.
+GROWING = Power(1.0, 0.25)
+
+
+def checked_steps(solver: str, choices: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """Return the checked arguments of a method on a penalised Moreau gap, with the learning rate that it starts with."""
+    constants = checked_arguments(solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices)
+    return {"lr": value_at(constants["alpha"], 0), **constants}
 
 
 def prox_step(lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet) -> Tensor:
@@ -89,30 +96,19 @@ class MEHA(BilevelOptimizer):
         beta: float | Power = 0.01,
         eta: float | Power = 0.01,
         gamma: float = 1.0,
-        c: float | Power = _GROWING,
+        c: float | Power = GROWING,
     ) -> None:
-        given = {"alpha": alpha, "beta": beta, "eta": eta, "gamma": gamma, "c": c}
-        constants = stored("MEHA", given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",))
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
-        self._lower: LowerLevel | None = None
+        super().__init__(params, checked_steps("MEHA", alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c))
 
-    def record(self, **known: Any) -> StepInfo:
-        return StepInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
         k, gamma, X, Y = self.memory["iteration"], self.constants["gamma"], problem.upper_set, problem.lower_set
         alpha, beta, eta, c = (value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c"))
-        # g(x, .) is where the last iteration left it, with what depends on x alone.
-        here = self._lower if unchanged and self._lower is not None else problem.at(x)
+        here = problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
         x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, X)
         # y moves at the new x.
         there = problem.at(x_new)
         d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
         y_new = projected_step(y, d_y, beta, Y)
-        self._lower = there
         self.memory["theta"] = theta
-        for group in self.param_groups:
-            group["lr"] = alpha
-        step = math.hypot(norm(x_new - x), norm(y_new - y))
-        return x_new, y_new, {"upper": upper, "lower": lower, "step": step, "inner_iterations": 1}
+        return x_new, y_new, StepInfo(upper=upper, lower=lower, inner_iterations=1, lr=alpha)

@@ -8,18 +8,19 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
-from lightning_bilevel.solvers.meha import bracket_x, bracket_y, prox_step
-from lightning_bilevel.solvers.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.meha import GROWING, bracket_x, bracket_y, checked_steps, prox_step
+from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["PNGBiO"]
 
 Norms = Literal["separate", "joint"]
 
-_GROWING = Power(1.0, 0.25)
 # Keeps a direction that is zero at zero; smaller than any other rounding in d/|d|.
 _GUARD = 1e-12
 
@@ -74,28 +75,17 @@ class PNGBiO(BilevelOptimizer):
         beta: float | Power = 0.01,
         eta: float | Power = 0.01,
         gamma: float = 1.0,
-        c: float | Power = _GROWING,
+        c: float | Power = GROWING,
         norms: Norms = "separate",
     ) -> None:
-        given = {"alpha": alpha, "beta": beta, "eta": eta, "gamma": gamma, "c": c, "norms": norms}
-        constants = stored(
-            "PNGBiO",
-            given,
-            schedules=("alpha", "beta", "eta", "c"),
-            positive=("gamma",),
-            choices={"norms": get_args(Norms)},
-        )
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
-        self._lower: LowerLevel | None = None
+        choices = {"norms": get_args(Norms)}
+        given = checked_steps("PNGBiO", choices, alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c, norms=norms)
+        super().__init__(params, given)
 
-    def record(self, **known: Any) -> StepInfo:
-        return StepInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
         k, gamma, X, Y = self.memory["iteration"], self.constants["gamma"], problem.upper_set, problem.lower_set
         alpha, beta, eta, c = (value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c"))
-        # g(x, .) is where the last iteration left it, with what depends on x alone.
-        here = self._lower if unchanged and self._lower is not None else problem.at(x)
+        here = problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
         if self.constants["norms"] == "joint":
             f, gap = problem.upper(x, y), here.gap(y, theta)
@@ -103,19 +93,14 @@ class PNGBiO(BilevelOptimizer):
             d_x = f.grad_x / c + gap.grad_x
             d_y = f.grad_y / c + gap.grad_y - (y - theta) / gamma
             length = math.hypot(norm(d_x), norm(d_y)) + _GUARD
-            x_new = X.project(x - alpha / length * d_x)
-            there = None
+            x_new = plain(x, d_x, alpha / length, X)
         else:
             d_x = bracket_x(problem, here, y, theta, c)
-            x_new = X.project(x - alpha / (norm(d_x) + _GUARD) * d_x)
+            x_new = plain(x, d_x, alpha / (norm(d_x) + _GUARD), X)
             # y moves at the new x.
             there = problem.at(x_new)
             d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
             length = norm(d_y) + _GUARD
-        y_new = Y.project(y - beta / length * d_y)
-        self._lower = there
+        y_new = plain(y, d_y, beta / length, Y)
         self.memory["theta"] = theta
-        for group in self.param_groups:
-            group["lr"] = alpha
-        step = math.hypot(norm(x_new - x), norm(y_new - y))
-        return x_new, y_new, {"upper": upper, "lower": lower, "step": step, "inner_iterations": 1}
+        return x_new, y_new, StepInfo(upper=upper, lower=lower, inner_iterations=1, lr=alpha)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
-from lightning_bilevel.solvers.schedule import stored
+from lightning_bilevel.solvers.inner import descend, remembered
+from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["SLM"]
 
@@ -77,8 +77,17 @@ class SLM(BilevelOptimizer):
         restart: bool = True,
         dual: Dual = "ascent",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        constants = stored(
+        given: dict[str, Any] = {
+            "eta": eta,
+            "alpha": alpha,
+            "gamma": gamma,
+            "tau": tau,
+            "T": T,
+            "delta": delta,
+            "lambda0": lambda0,
+        }
+        given |= {"restart": restart, "dual": dual}
+        constants = checked_arguments(
             "SLM",
             given,
             positive=("eta", "alpha", "gamma", "tau"),
@@ -90,34 +99,22 @@ class SLM(BilevelOptimizer):
             raise ValueError(f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the multiplier.")
         super().__init__(params, {"lr": eta, **constants})
         self.memory["lambda"] = float(lambda0)
-        self._lower: LowerLevel | None = None
 
-    def record(self, **known: Any) -> MultiplierInfo:
-        return MultiplierInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, weight, X, Y = self.constants, self.memory["lambda"], problem.upper_set, problem.lower_set
         # In the damped reading gamma and tau belong to the multiplier.
         damped = c["dual"] == "damped"
         inner_step, dual_step, damping = (c["alpha"], c["gamma"], c["tau"]) if damped else (c["gamma"], c["tau"], 0.0)
-        # g(x, .) is where the last iteration left it, with what depends on x alone.
-        here = self._lower if unchanged and self._lower is not None else problem.at(x)
+        here = problem.at(x)
         z = descend(here, y if c["restart"] else remembered(self, "z", y), inner_step, c["T"], Y)
         f, gap = problem.upper(x, y), here.gap(y, z)
-        x_new = X.project(x - c["eta"] * (f.grad_x + weight * gap.grad_x))
-        y_new = Y.project(y - c["alpha"] * (f.grad_y + weight * gap.grad_y))
+        x_new = plain(x, f.grad_x + weight * gap.grad_x, c["eta"], X)
+        y_new = plain(y, f.grad_y + weight * gap.grad_y, c["alpha"], Y)
         there = problem.at(x_new)
         lower = there.value(y_new)
         slack = lower - there.value(z) - c["delta"]
-        self._lower = there
         self.memory["lambda"] = max(0.0, (1 - damping) * weight + dual_step * slack)
         if not c["restart"]:
             self.memory["z"] = z
-        facts = {
-            "upper": f.value,
-            "lower": lower,
-            "step": math.hypot(norm(x_new - x), norm(y_new - y)),
-            "inner_iterations": c["T"],
-            "multiplier": weight,
-        }
-        return x_new, y_new, facts
+        info = MultiplierInfo(upper=f.value, lower=lower, inner_iterations=c["T"], lr=c["eta"], multiplier=weight)
+        return x_new, y_new, info

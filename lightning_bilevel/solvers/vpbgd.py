@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import MultiplierInfo, descend, remembered
-from lightning_bilevel.solvers.schedule import Power, stored, value_at
+from lightning_bilevel.solvers.inner import descend, remembered
+from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["VPBGD"]
 
@@ -63,7 +64,7 @@ class VPBGD(BilevelOptimizer):
         restart: bool = True,
     ) -> None:
         given = {"alpha": alpha, "beta": beta, "gamma": gamma, "T": T, "restart": restart}
-        constants = stored(
+        constants = checked_arguments(
             "VPBGD",
             given,
             schedules=("gamma",),
@@ -73,23 +74,14 @@ class VPBGD(BilevelOptimizer):
         )
         super().__init__(params, {"lr": alpha, **constants})
 
-    def record(self, **known: Any) -> MultiplierInfo:
-        return MultiplierInfo(**known)
-
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor, unchanged: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
         alpha, gamma = c["alpha"], value_at(c["gamma"], self.memory["iteration"])
         w = descend(here, y if c["restart"] else remembered(self, "w", y), c["beta"], c["T"], Y)
         f, gap = problem.upper(x, y), here.gap(y, w)
-        x_new = X.project(x - alpha * (f.grad_x + gamma * gap.grad_x))
-        y_new = Y.project(y - alpha * (f.grad_y + gamma * gap.grad_y))
+        x_new = plain(x, f.grad_x + gamma * gap.grad_x, alpha, X)
+        y_new = plain(y, f.grad_y + gamma * gap.grad_y, alpha, Y)
         if not c["restart"]:
             self.memory["w"] = w
-        facts = {
-            "upper": f.value,
-            "lower": gap.value_y,
-            "step": math.hypot(norm(x_new - x), norm(y_new - y)),
-            "inner_iterations": c["T"],
-            "multiplier": gamma,
-        }
-        return x_new, y_new, facts
+        info = MultiplierInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["T"], lr=alpha, multiplier=gamma)
+        return x_new, y_new, info

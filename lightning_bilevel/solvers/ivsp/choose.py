@@ -35,22 +35,20 @@ from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_cu
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap, inexact_prox
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.ivsp.constants import PAPER, left_out
 
-__all__ = ["CHOSEN", "PAPER", "PER_TASK", "adapted_accuracy", "choose", "corrected", "explain"]
-
-# What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
-PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
-# What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
-PAPER: dict[str, Any] = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short", "unit": 1.0}
-# What may be left out.
-CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
+__all__ = ["choose", "explain"]
 
 
 def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """Return all constants for a run from (x, y): those given, and for each None a choice."""
-    if all(given[name] is not None for name in PER_TASK):
-        return {name: PAPER.get(name) if value is None else value for name, value in given.items()}
-    c: dict[str, Any] = dict(given)
+    missing = left_out(given)
+    rules = given["rules"] or ("own" if missing else "paper")
+    c: dict[str, Any] = {**given, "rules": rules, "chosen": missing}
+    if c["L_init"] is None:
+        c["L_init"] = c["fixed_L"]
+    if rules == "paper":
+        return {name: PAPER.get(name) if value is None else value for name, value in c.items()} | {"own_unit": 1.0}
     delta = given["delta"]
     lower, curved = problem.at(x), given["L_yy"] is None
     # A linear g has no curvature, and its inner loop takes any step.
@@ -78,11 +76,15 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
             ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
         c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
     R_x, R_y = max(norm(gap.grad_x), c["L_xy"] * boundary), max(norm(gap.grad_y), c["L_yy"] * boundary)
-    if c["unit"] is None:
+    if c["own_unit"] is None:
         # Half of the way, in powers of two, to where both gradients are equal, and only in favour of x: the line search brakes a
         # level that moves too far, but nothing wakes up one that hardly moves.
-        c["unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
-    unit, L_f = c["unit"], upper_curvature(problem.in_units(upper=c["unit"]), x / c["unit"], y)
+        c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
+    unit = c["own_unit"]
+    scaled = problem.in_units(upper=unit)
+    L_f = upper_curvature(scaled, x / unit, y)
+    if scaled is not problem:
+        problem.calls = problem.calls + scaled.calls
     slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
     if c["mu0"] is None:
         c["mu0"] = 5 * delta
@@ -103,29 +105,6 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     return c
 
 
-def adapted_accuracy(mapping: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
-    r"""Return the accuracy at which the gradient's error is at most a tenth of the gradient mapping.
-
-    Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most a twentieth of it:
-
-    .. math:: \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/20, \qquad b_\phi B_R \zeta/\mu \le M/20
-    """
-    part = mapping / 20
-    from_distance = envelope.modulus / 2 * (part / math.hypot(L_xy, 1 / envelope.rho)) ** 2
-    return min(from_distance, part * mu / (b * B_R) if B_R > 0.0 else math.inf)
-
-
-def corrected(c: dict[str, Any], factor: float) -> dict[str, float]:
-    """Return what changes where the lower level turns out to be that many times as curved as L_yy says."""
-    estimated, L_yy = c["estimated"].split(), factor * c["L_yy"]
-    changed = {"L_yy": L_yy}
-    if "rho" in estimated:
-        changed["rho"] = c["rho"] / factor
-    if "sigma" in estimated:
-        changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", c["rho"]))
-    return changed
-
-
 def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
     """Return each constant that was chosen with its value and where it comes from, in words."""
     reasons = {
@@ -139,5 +118,5 @@ def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
         "L_init": "curvature of the penalty function",
         "L_xy": "how the lower level's gradient in x changes with y",
     }
-    chosen = [(name, f"{c[name]:.4g} ({reason})") for name, reason in reasons.items() if name in c["estimated"].split()]
-    return [*chosen, ("unit of x", f"{c['unit']:g} (from the gradients of the gap in x and y)")] if chosen else []
+    chosen = [(name, f"{c[name]:.4g} ({reason})") for name, reason in reasons.items() if name in c["chosen"]]
+    return [*chosen, ("unit of x", f"{c['own_unit']:g} (from the gradients of the gap in x and y)")] if chosen else []

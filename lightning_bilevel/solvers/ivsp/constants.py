@@ -1,15 +1,98 @@
-"""What the constants of IVSP have to satisfy."""
+"""The constants of IVSP: what they have to satisfy, and all of them as one object once they are known."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.solvers.ivsp.choose import CHOSEN, PAPER
+from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 
-__all__ = ["check_constants"]
+__all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "left_out"]
+
+# What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
+PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
+# What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
+PAPER: dict[str, Any] = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short"}
+# What may be left out.
+CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
+
+
+def left_out(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return which constants of a task were not given; a fixed L needs no start of the line search."""
+    needed = (name for name in PER_TASK if name != "L_init" or given["fixed_L"] is None)
+    return tuple(name for name in needed if given[name] is None)
+
+
+@dataclass(frozen=True)
+class Constants:
+    r"""All constants of a run, as :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents them.
+
+    Attributes:
+        rules: ``"paper"`` or ``"own"``.
+        chosen: The names of those that IVSP has chosen for itself.
+        own_unit: What IVSP has multiplied the unit of x by; a power of two.
+        B_R: None is the largest norm seen so far.
+        bb: None is the long step as long as it is accepted at once.
+        fixed_L: None is the line search.
+    """
+
+    rules: Literal["paper", "own"]
+    chosen: tuple[str, ...]
+    own_unit: float
+    rho: float
+    sigma: float
+    delta: float
+    mu0: float
+    block: int
+    r: float
+    q: float
+    gamma0: float
+    zeta_bar: float
+    c1: float
+    c2: float
+    L_init: float
+    bb: Literal["short", "long"] | None
+    L_min: float
+    L_max: float
+    L_xy: float
+    L_yy: float
+    inner: Literal["gradient", "accelerated"]
+    B_R: float | None
+    theta_low: float
+    theta_hat: float
+    smoothing: SmoothingName
+    fixed_L: float | None
+    max_trials: int
+    max_inner: int
+
+    @classmethod
+    def read(cls, group: dict[str, Any]) -> Constants:
+        """Read them from a parameter group."""
+        known = {field.name: group[field.name] for field in fields(cls)}
+        return cls(**{**known, "chosen": tuple(known["chosen"])})
+
+    @property
+    def envelope(self) -> Envelope:
+        """The Moreau envelope, in the solver's own units."""
+        return Envelope(rho=self.rho, sigma=self.sigma, delta=self.delta)
+
+    @property
+    def scaled_L_xy(self) -> float:
+        """L_xy in the unit that x is measured in."""
+        return float(self.own_unit * self.L_xy)
+
+    def more_curved(self, factor: float) -> dict[str, float]:
+        """Return what changes where the lower level turns out to be that many times as curved as L_yy says."""
+        L_yy = factor * self.L_yy
+        changed = {"L_yy": L_yy}
+        if "rho" in self.chosen:
+            changed["rho"] = self.rho / factor
+        if "sigma" in self.chosen:
+            changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", self.rho))
+        return changed
 
 
 def check_constants(c: dict[str, Any]) -> None:
@@ -23,7 +106,7 @@ def check_constants(c: dict[str, Any]) -> None:
 
     given = {name: value for name, value in c.items() if value is not None or name not in CHOSEN}
     for name, value in given.items():
-        if name not in ("smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
+        if name not in ("rules", "smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
             refuse(name, "a finite number" + (", or None for a choice of IVSP's" if name in CHOSEN else ""))
     for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
         if c[name] is not None and not (finite(c[name]) and c[name] > 0):
@@ -47,6 +130,14 @@ def check_constants(c: dict[str, Any]) -> None:
         refuse("bb", '"short", "long", or None for a choice of IVSP\'s')
     if c["inner"] not in ("gradient", "accelerated"):
         refuse("inner", '"gradient" or "accelerated"')
+    if c["rules"] not in ("paper", "own", None):
+        refuse("rules", '"paper", "own", or None for the paper\'s where all constants of a task are given')
+    missing = left_out(c)
+    if c["rules"] == "paper" and missing:
+        raise ValueError(
+            f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing is chosen. Leave out `rules`, "
+            "or say `rules='own'`, to let IVSP choose."
+        )
     if given.get("L_min", 0.0) > given.get("L_max", PAPER["L_max"]):
         refuse("L_min", f"at most L_max={given.get('L_max', PAPER['L_max'])!r}")
     sigma = given.get("sigma", 0.0)

@@ -1,0 +1,167 @@
+"""One line search of IVSP: the merit function, and the Armijo test of its trials."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
+from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.core.vectors import dot, squared_distance
+from lightning_bilevel.solvers.ivsp.constants import Constants
+from lightning_bilevel.solvers.ivsp.linesearch import allowance, barzilai_borwein
+from lightning_bilevel.solvers.ivsp.penalty import Smoothing
+from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
+
+__all__ = ["Armijo", "Merit", "Trial", "next_start"]
+
+# Trials of one line search whose inner loop may fail before the search gives up.
+_MAX_FAILURES = 5
+
+
+@dataclass(frozen=True)
+class Merit:
+    r"""The smoothed exact penalty :math:`\gamma f(w) + \phi_\mu(\tilde R(w))`.
+
+    Attributes:
+        gamma: The inverse penalty.
+        mu: The smoothing.
+        phi: The smoothed plus function.
+    """
+
+    gamma: float
+    mu: float
+    phi: Smoothing
+
+    def value(self, point: Point, extra: float = 0.0) -> float:
+        r"""Return :math:`\gamma f + \phi_\mu(\tilde R + \text{extra})`."""
+        return self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
+
+    def weight(self, point: Point) -> float:
+        r"""Return :math:`\phi_\mu'(\tilde R)`."""
+        return self.phi.slope(point.residual, self.mu)
+
+    def direction(self, point: Point) -> Tensor:
+        """Return gamma grad f + weight grad R, made where it is needed: it is not held while a trial is evaluated."""
+        return (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial of the line search; without a point where it could not be evaluated."""
+
+    accepted: bool
+    merit: float
+    bound: float
+    step: float
+    point: Point | None
+
+    def __str__(self) -> str:
+        return f"the last trial has merit {self.merit:.9g}, to be at most {self.bound:.9g}, after a step of {self.step:.3g}."
+
+
+class LineSearchRules(Protocol):
+    """What the trials ask the rules."""
+
+    def slack(self, here: Point, there: Point, gamma: float) -> float: ...
+
+    @property
+    def trial_cap(self) -> int: ...
+
+    @property
+    def gives_up_early(self) -> bool: ...
+
+
+class Armijo:
+    r"""The trials from a point: :math:`w_L = P_C(w - \tfrac{\mu}{L} [\gamma \nabla f + \phi'_\mu(\tilde R) \tilde\nabla R])`.
+
+    A trial is accepted if
+
+    .. math::
+        \gamma f(w_L) + \phi_\mu(\tilde R_L + \zeta_{k+1}) \le \gamma f(w) + \phi_\mu(\tilde R)
+          - \tfrac{c_1}{2\mu} \|w_L - w\|^2 + \tau_L
+
+    Args:
+        evaluate: The evaluation of points.
+        here: The current point.
+        merit: The merit function.
+        feasible: C.
+        constants: The constants of the run.
+        rules: The rules of the run.
+        error: The bound on the error of the gradient here.
+        zeta: The accuracy of trial points.
+
+    Attributes:
+        failures: What stopped the trials that could not be evaluated.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluator,
+        here: Point,
+        merit: Merit,
+        feasible: ConvexSet,
+        constants: Constants,
+        rules: LineSearchRules,
+        error: float,
+        zeta: float,
+    ) -> None:
+        self.evaluate, self.here, self.merit, self.feasible = evaluate, here, merit, feasible
+        self.constants, self.rules, self.error, self.zeta = constants, rules, error, zeta
+        self.start = merit.value(here)
+        self.failures: list[BilevelError] = []
+
+    def __call__(self, L: float) -> Trial:
+        """Make the trial with curvature L."""
+        c, here, merit = self.constants, self.here, self.merit
+        moved = merit.direction(here).mul_(merit.mu / L)
+        w = self.feasible.project(torch.sub(here.w, moved, out=moved))
+        del moved
+        d = distance(w, here.w, here.split)
+        try:
+            there = self.evaluate.at(w, here.z, self.zeta, self.rules.trial_cap)
+        except (NonFiniteError, InnerLoopError) as error:
+            self._note(error)
+            return Trial(False, math.inf, self.start, d, None)
+        tau = allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat) + here.zeta + self.zeta
+        value = merit.value(there, self.zeta)
+        bound = self.start - c.c1 / (2 * merit.mu) * d**2 + tau + self.rules.slack(here, there, merit.gamma)
+        return Trial(c.fixed_L is not None or value <= bound, value, bound, d, there)
+
+    def _note(self, error: BilevelError) -> None:
+        """Go on with a shorter step, which may lead to where g can be evaluated; or give up."""
+        if not self.failures and isinstance(error, InnerLoopError):
+            # Before further trials fail likewise: with f or g that change, all of them would.
+            self.evaluate.problem.check_unchanged(*self.here.levels, self.here.f, self.here.lower)
+        self.failures.append(error)
+        # An inner loop that fails again and again cannot.
+        failed = sum(isinstance(failure, InnerLoopError) for failure in self.failures)
+        if self.constants.fixed_L is not None or (self.rules.gives_up_early and failed > _MAX_FAILURES):
+            raise error
+
+
+def next_start(here: Point, there: Point, now: Merit, then: Merit, L_start: float, constants: Constants, long: bool) -> float:
+    r"""Return the first curvature of the next line search, from the change of point and gradient.
+
+    .. math::
+        \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
+          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
+    """
+    dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
+    dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
+    dw_dv, dv_dv = _dot(there.w - here.w, dv, here.split), _dot(dv, dv, here.split)
+    dw_dw = distance(there.w, here.w, here.split) ** 2 if long else None
+    return barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw)
+
+
+def distance(a: Tensor, b: Tensor, split: int) -> float:
+    """Return the distance of two points, each level summed on its own: x may be one number and y a million."""
+    return math.sqrt(squared_distance(a[:split], b[:split]) + squared_distance(a[split:], b[split:]))
+
+
+def _dot(a: Tensor, b: Tensor, split: int) -> float:
+    return dot(a[:split], b[:split]) + dot(a[split:], b[split:])

@@ -1,0 +1,80 @@
+"""All logged names in one table: what they are called, what they mean, and where TensorBoard shows them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["NAMES", "Name", "tag_of"]
+
+
+class Name(NamedTuple):
+    """A quantity that is logged.
+
+    Attributes:
+        tag: Its name with loggers and in ``trainer.callback_metrics``.
+        meaning: What it is, in words.
+        chart: The group and the title of its chart in TensorBoard's custom scalars; empty if it has none.
+        attribute: The attribute of the record that it is; empty for what a monitor computes.
+        ivsp: Whether only IVSP has it.
+    """
+
+    tag: str
+    meaning: str
+    chart: tuple[str, str] = ("", "")
+    attribute: str = ""
+    ivsp: bool = False
+
+
+_FEASIBILITY, _KKT, _PENALTY, _SEARCH, _COST = "feasibility", "KKT", "penalty", "line search", "cost"
+_DISTANCE = (_FEASIBILITY, "|y - z| and its bound where R <= 0")
+_RESIDUALS = (_KKT, "residuals")
+_MAXIMUM = (_KKT, "their maximum, and the best so far")
+_MULTIPLIER = (_KKT, "multiplier")
+_GAMMA = (_PENALTY, "inverse penalty gamma, and its updates")
+_CURVATURE = (_SEARCH, "L and its start")
+_CALLS = (_COST, "oracle calls")
+
+NAMES = (
+    Name("bilevel/upper", "upper level f", ("objective", "upper level f"), "upper"),
+    Name("bilevel/lower", "lower level g", ("objective", "lower level g"), "lower"),
+    Name("bilevel/step", "length of the step", ("objective", "step"), "step"),
+    Name("bilevel/violation", "violation of the lower level, [R]+", (_FEASIBILITY, "violation [R]+")),
+    Name(
+        "bilevel/moreau_gap",
+        "Moreau gap R as the solver sees it",
+        (_FEASIBILITY, "Moreau gap R as the solver sees it"),
+        "residual",
+        ivsp=True,
+    ),
+    Name("bilevel/prox_distance", "distance of y from its proximal point z", _DISTANCE),
+    Name("bilevel/prox_distance_bound", "bound on that distance where R <= 0", _DISTANCE),
+    Name("bilevel/kkt_stationarity", "KKT stationarity", _RESIDUALS),
+    Name("bilevel/kkt_feasibility", "KKT feasibility", _RESIDUALS),
+    Name("bilevel/kkt_complementarity", "KKT complementarity", _RESIDUALS),
+    Name("bilevel/kkt_residual", "the largest of the three", _MAXIMUM),
+    Name("bilevel/kkt_best", "the smallest maximum so far", _MAXIMUM),
+    Name("bilevel/kkt_multiplier", "multiplier of the certificate", _MULTIPLIER),
+    Name("bilevel/multiplier", "multiplier of the solver", _MULTIPLIER, "multiplier"),
+    Name("bilevel/penalty", "inverse penalty gamma: it falls as the penalty grows", _GAMMA, "gamma", ivsp=True),
+    Name("bilevel/penalty_at_update", "gamma after an update", _GAMMA, ivsp=True),
+    Name("bilevel/penalty_updates", "updates of the penalty so far", attribute="penalty_updates", ivsp=True),
+    Name("bilevel/penalty_constant_for", "iterations since then", (_PENALTY, "iterations since the last update"), ivsp=True),
+    Name("bilevel/smoothing", "smoothing mu", (_PENALTY, "smoothing mu"), "mu", ivsp=True),
+    Name("bilevel/accuracy", "accuracy zeta of the Moreau evaluation", (_PENALTY, "accuracy zeta"), "zeta", ivsp=True),
+    Name("bilevel/trials", "trials of the line search", attribute="trials", ivsp=True),
+    Name("bilevel/mean_trials", "trials per iteration", (_SEARCH, "trials per iteration"), ivsp=True),
+    Name("bilevel/curvature", "accepted L", _CURVATURE, "L", ivsp=True),
+    Name("bilevel/curvature_start", "L of the first trial", _CURVATURE, "L_start", ivsp=True),
+    Name("bilevel/calls_upper", "evaluations of f so far", _CALLS),
+    Name("bilevel/calls_lower", "evaluations of the gradient of g so far", _CALLS),
+    Name("bilevel/calls_gap", "evaluations of the gap so far", _CALLS),
+    Name("bilevel/passes", "forward and backward passes so far", attribute="passes"),
+    Name("bilevel/inner_iterations", "gradient steps on the lower level", attribute="inner_iterations"),
+    Name("bilevel/mean_inner_iterations", "the same, on average", (_COST, "inner iterations per outer iteration")),
+    Name("bilevel/optimization_time", "seconds in the solver", (_COST, "optimisation time (s)"), "optimization_time"),
+)
+
+
+def tag_of(attribute: str) -> str:
+    """Return the logged name of an attribute of a record; one that the table does not have is called by its own."""
+    return next((name.tag for name in NAMES if name.attribute == attribute), f"bilevel/{attribute}")

@@ -1,0 +1,91 @@
+"""The record of an outer iteration, which is all that logs, callbacks and comparisons know of a solver."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
+
+from lightning_bilevel.core.problem import Calls
+from lightning_bilevel.solvers.names import tag_of
+
+__all__ = ["MultiplierInfo", "Progress", "StepInfo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    r"""What one outer iteration did.
+
+    A method fills in the first four; the rest is known to :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+
+    Attributes:
+        upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
+        lower: g(x, y), likewise.
+        inner_iterations: Gradient steps on the lower level.
+        lr: The step size of the upper level, which a scheduler or a LearningRateMonitor sees.
+        iteration: The number of the iteration, from 1.
+        step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; a method that knows it may say so.
+        calls: Evaluations of f and g.
+        passes: Forward and backward passes since the start of the run.
+        optimization_time: Seconds spent in the solver since then.
+    """
+
+    upper: float
+    lower: float
+    inner_iterations: int
+    lr: float
+    iteration: int = 0
+    step: float = math.nan
+    calls: Calls = field(default_factory=Calls)
+    passes: int = 0
+    optimization_time: float = 0.0
+
+    # The attributes that are logged at the interval, and those that an ordinary progress bar shows.
+    LOGGED: ClassVar[tuple[str, ...]] = ("upper", "lower", "step", "inner_iterations", "optimization_time")
+    SHOWN: ClassVar[tuple[str, ...]] = ("upper", "lower")
+
+    def metrics(self) -> dict[str, float]:
+        """Return what loggers and callbacks see of the iteration."""
+        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
+
+    def shown(self) -> dict[str, float]:
+        """Return what an ordinary progress bar shows of the iteration."""
+        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.SHOWN)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, over all of its parts if it was resumed.
+
+    Attributes:
+        iterations: Outer iterations.
+        inner_iterations: Gradient steps on the lower level.
+        passes: Forward and backward passes.
+        optimization_time: Seconds spent in the solver.
+        penalty_updates: How often the penalty was strengthened; None for a method without that.
+    """
+
+    iterations: int
+    inner_iterations: int
+    passes: int
+    optimization_time: float
+    penalty_updates: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiplierInfo(StepInfo):
+    """What one outer iteration did of a method that weights the gap g(x, y) - g(x, z) of its inner variable z.
+
+    Attributes:
+        multiplier: The weight of the gap in this iteration.
+    """
+
+    multiplier: float
+
+    LOGGED: ClassVar[tuple[str, ...]] = (*StepInfo.LOGGED, "multiplier")
+
+
+@cache
+def _tags(attributes: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(attribute, tag_of(attribute)) for attribute in attributes]
