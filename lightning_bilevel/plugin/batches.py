@@ -39,6 +39,11 @@ class BatchProblem:
     def __post_init__(self) -> None:
         self.scaled = self.problem.in_units(*self.units)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether this process evaluates a part of the batch."""
+        return self.part is not self.batch
+
     def is_of(self, contents: list[tuple[Any, int]]) -> bool:
         """Tell whether these are the contents of the batch: the same leaves, unchanged."""
         return len(contents) == len(self.contents) and all(
@@ -84,6 +89,11 @@ class Batches:
         if before is not None and now is not before:
             self.change = True
         return now
+
+    def label(self, trainer: Any) -> str:
+        """Say what the current problem is of, where that is not all data of a Trainer."""
+        changing = self.change and getattr(trainer, "num_training_batches", 1) != 1
+        return "the last mini-batch, not all data" if changing else ""
 
     def forget_points(self) -> None:
         """Make the problem of the current batch another object, of whose points solvers know nothing."""

@@ -111,7 +111,7 @@ class BilevelMixin:
             qualification: Why the constraint qualification holds for this problem, if that is known, in words; or a function
                 that says so for an envelope.
         """
-        # Of the class: a function that an instance is asked for is a method of it.
+        # From the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
         if solver is None:
             raise ValueError(f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`.")
@@ -282,12 +282,8 @@ class BilevelMixin:
             tolerance: The accuracy of the proximal point.
         """
         declared, run = self._declared(), self._run
-        note = ""
-        if batch is not None:
-            self._problem_on(batch)
-        elif run.batches.change and getattr(self._module()._trainer, "num_training_batches", 1) != 1:
-            note = "the last mini-batch, not all data"
-        if run.batches.current is None:
+        current = run.batches.current if batch is None else self._problem_on(batch)
+        if current is None:
             raise RuntimeError(
                 f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit` in the same process, or "
                 "give it one, `certify(batch=...)`."
@@ -296,7 +292,8 @@ class BilevelMixin:
         if envelope is None:
             return None
         multiplier = run.solver.multiplier if run.certifier.multiplier is None else run.certifier.multiplier
-        question = Question(run.batches.current.problem, envelope, tolerance, multiplier, note)
+        label = run.batches.label(self._module()._trainer) if batch is None else ""
+        question = Question(current.problem, envelope, tolerance, multiplier, evaluated_on=label)
         return run.certifier.certify(question, self.point, declared.qualification, self.last_step)
 
     def problem_in_units(self, batch: Any) -> tuple[BilevelProblem, float, float]:
@@ -333,7 +330,7 @@ class BilevelMixin:
         """Make the problem on a batch; the first one of a run is checked where the run starts."""
         declared, run, module = self._declared(), self._run, self._module()
         point = declared.feasible_point() if before is None else None
-        split = before is None or before.part is not before.batch
+        split = before is None or before.is_split
         problem, part = shared_problem(module, self.bilevel_problem, module._trainer, batch, point=point, split=split)
         if point is not None:
             start = problem.check(*point)
