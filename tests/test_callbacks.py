@@ -440,11 +440,11 @@ class TestIntervals:
         assert module.evaluation_time <= 0.3 * module.last_step.optimization_time
 
     def test_one_evaluation_serves_all_monitors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.plugin.mixin as mixin
+        import lightning_bilevel.plugin.certifier as certifier
 
         calls = []
-        certify = mixin.certify
-        monkeypatch.setattr(mixin, "certify", lambda *args, **kwargs: calls.append(1) or certify(*args, **kwargs))
+        certify = certifier.certify
+        monkeypatch.setattr(certifier, "certify", lambda *args, **kwargs: calls.append(1) or certify(*args, **kwargs))
         monitors = [kind(every_n_steps=10, share=math.inf) for kind in (MoreauGapMonitor, KKTMonitor, ConvergencePlot)]
         trainer(tmp_path, max_steps=20, callbacks=monitors).fit(Weighting(), datamodule=weighting_data())
         assert len(calls) == 2
@@ -463,10 +463,10 @@ class TestIntervals:
         assert moved.lower != first.lower
 
     def test_looking_takes_no_optimisation_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.plugin.mixin as mixin
+        import lightning_bilevel.plugin.certifier as certifier
 
-        certify = mixin.certify
-        monkeypatch.setattr(mixin, "certify", lambda *args, **kwargs: time.sleep(0.3) or certify(*args, **kwargs))
+        certify = certifier.certify
+        monkeypatch.setattr(certifier, "certify", lambda *args, **kwargs: time.sleep(0.3) or certify(*args, **kwargs))
         module = Weighting()
         trainer(tmp_path, max_steps=5, callbacks=[KKTMonitor(every_n_steps=1)]).fit(module, datamodule=weighting_data())
         assert module.last_step is not None

@@ -104,10 +104,10 @@ class TestCertify:
         assert sorted(tmp_path.rglob("*")) == before  # it only looks
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.plugin.mixin as mixin
+        import lightning_bilevel.plugin.certifier as certifier
 
-        seen, certify = [], mixin.certify
-        monkeypatch.setattr(mixin, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))
+        seen, certify = [], certifier.certify
+        monkeypatch.setattr(certifier, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))
         main([*run[0], "--tolerance", "1e-2"])
         assert seen == [1e-2]
 

@@ -336,3 +336,20 @@ def test_ivsp_is_the_mixins_default() -> None:
 
     assert Short()._declaration.solver is IVSP
     assert BilevelMixin.default_solver is None
+
+
+def test_a_plain_function_is_a_default_solver() -> None:
+    """It is not bound to the module as its method."""
+
+    def make(groups: Any) -> IVSP:
+        return IVSP(groups)
+
+    class Own(BilevelMixin, LightningModule):
+        default_solver = make
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.x, self.y = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+            self.declare(upper=self.x, lower=self.y)
+
+    assert Own()._declaration.solver is make

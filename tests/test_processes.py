@@ -19,11 +19,12 @@ import torch
 import yaml
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from modules import Weighting, samples
+from modules import samples
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.plugin.checks import check_trainer
 from lightning_bilevel.plugin.processes import part_of
 
 HERE = Path(__file__).parent
@@ -287,15 +288,13 @@ def test_a_process_without_samples_adds_nothing() -> None:
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
 def test_sharded_strategies_are_refused(strategy: Any) -> None:
-    module = Weighting()
-    module._trainer = type("Fake", (), {"precision": "32-true", "strategy": strategy()})()
+    trainer = type("Fake", (), {"precision": "32-true", "strategy": strategy()})()
     with pytest.raises(MisconfigurationException, match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`'):
-        module._check_trainer()
+        check_trainer("Weighting", trainer)
 
 
 def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
     """DeepSpeed's strategy, which shards, is a DDPStrategy to isinstance."""
-    module = Weighting()
-    module._trainer = type("Fake", (), {"precision": "32-true", "strategy": type("DeepSpeedStrategy", (DDPStrategy,), {})()})()
+    trainer = type("Fake", (), {"precision": "32-true", "strategy": type("DeepSpeedStrategy", (DDPStrategy,), {})()})()
     with pytest.raises(MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"):
-        module._check_trainer()
+        check_trainer("Weighting", trainer)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import Monitor
-from lightning_bilevel.plugin.mixin import is_logged
+from lightning_bilevel.plugin.publishing import is_logged
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.record import StepInfo

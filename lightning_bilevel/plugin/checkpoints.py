@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,12 +14,15 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_bilevel.core.problem import Start
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.plugin.declaration import Level
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["WholeFileIO", "check_record", "record"]
+__all__ = ["LastPoint", "WholeFileIO", "check_record", "go_on_from_last", "load_solver", "saved_start", "write_record"]
 
 # The record's key in a checkpoint, and the number of what a checkpoint holds: one more with each change that old code misreads.
 KEY = "lightning_bilevel"
@@ -68,9 +74,71 @@ class WholeFileIO(TorchCheckpointIO):
         return loaded
 
 
-def record(solver: BilevelOptimizer) -> dict[str, Any]:
-    """Return what a checkpoint says about the run that it belongs to."""
-    return {"format": FORMAT, "solver": type(solver).__name__, **_sizes(solver)}
+@dataclass(frozen=True)
+class LastPoint:
+    """The point that a run goes on from, while the module shows an earlier one.
+
+    Attributes:
+        upper: x.
+        lower: y.
+        buffers: The buffers that belong to them, by name.
+    """
+
+    upper: Tensor
+    lower: Tensor
+    buffers: dict[str, Tensor]
+
+
+def write_record(
+    call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, start: Start | None, last: LastPoint | None
+) -> None:
+    """Say in a checkpoint which run it belongs to.
+
+    Args:
+        call: The name of the module that is saved.
+        checkpoint: What is saved.
+        solver: The solver of the run.
+        start: The gradients that the run started with.
+        last: The last point of the run, if the weights are those of another.
+    """
+    checkpoint[KEY] = _record(solver)
+    if start is not None:
+        checkpoint[KEY]["start"] = asdict(start)
+    if last is not None:
+        checkpoint[KEY]["last"] = {"upper": last.upper, "lower": last.lower, "buffers": last.buffers}
+    _leave_out_partials(call, checkpoint)
+
+
+def saved_start(checkpoint: dict[str, Any]) -> Start | None:
+    """Return the gradients that the run of a checkpoint started with, if they are known."""
+    start = checkpoint.get(KEY, {}).get("start")
+    return None if start is None else Start(**start)
+
+
+def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Iterable[Level]) -> None:
+    """Write the last point of a run into the weights of its checkpoint, if they are those of another."""
+    last = checkpoint.get(KEY, {}).get("last")
+    if last is None:
+        return
+    state_dict = checkpoint["state_dict"]
+    # A shared parameter has several names there.
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for level in levels:
+        blocks = torch.split(last[level.name], [p.numel() for p in level.parameters])
+        for parameter, block in zip(level.parameters, blocks, strict=True):
+            state_dict.update(dict.fromkeys(names[id(parameter)], block.view_as(parameter)))
+    state_dict.update({name: buffer for name, buffer in last["buffers"].items() if name in state_dict})
+
+
+def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
+    """Give a new solver the constants and the multiplier of the run of a checkpoint, and tell whether they are of its kind."""
+    states = checkpoint.get("optimizer_states")
+    if not states or checkpoint.get(KEY, {}).get("solver") != type(solver).__name__:
+        return False
+    solver.load_state_dict(states[0])
+    return True
 
 
 def check_record(call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, *, resumes: bool) -> None:
@@ -93,7 +161,7 @@ def check_record(call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer
         return
     if saved["format"] > FORMAT:
         refuse(f"was written by a later version of lightning-bilevel (format {saved['format']}, known up to {FORMAT}): update it")
-    mine = record(solver)
+    mine = _record(solver)
     for level in ("upper", "lower"):
         if saved[level] != mine[level]:
             refuse(f"has {saved[level]} {level}-level variables, the module has {mine[level]}: it belongs to another problem")
@@ -101,6 +169,10 @@ def check_record(call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer
         refuse(f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from: name the same solver")
     if resumes and checkpoint.get("optimizer_states"):
         _warn_of_constants(call, checkpoint["optimizer_states"][0]["param_groups"][0], solver)
+
+
+def _record(solver: BilevelOptimizer) -> dict[str, Any]:
+    return {"format": FORMAT, "solver": type(solver).__name__, **_sizes(solver)}
 
 
 def _sizes(solver: BilevelOptimizer) -> dict[str, int]:
@@ -117,3 +189,21 @@ def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimize
             f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}. To run with others, start anew.",
             stacklevel=3,
         )
+
+
+def _leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
+    """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its constants, as it is no plain data."""
+    kept = checkpoint.get("hyper_parameters", {})
+    partials = [key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)]
+    for key in partials:
+        del kept[key]
+    if partials:
+        warnings.warn(
+            f"`{call}` keeps {', '.join(partials)} out of its checkpoint, which holds data and no code. Say "
+            f"`save_hyperparameters(ignore={partials})`, and give it again where the module is loaded.",
+            stacklevel=3,
+        )
+
+
+def _is_solver(made: Any) -> bool:
+    return isinstance(made, type) and issubclass(made, BilevelOptimizer)

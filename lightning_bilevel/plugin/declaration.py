@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
-from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 
 __all__ = ["Declaration", "Level", "Sets"]
 
@@ -110,10 +110,47 @@ class Declaration:
     envelope: Envelope | None
     qualification: str | Callable[[Envelope], str]
 
+    def __post_init__(self) -> None:
+        for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
+            if not 0.0 < unit < float("inf"):
+                raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
+
     @property
     def levels(self) -> tuple[Level, Level]:
         """Both levels."""
         return self.upper, self.lower
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of both levels that are not frozen."""
+        return self.upper.parameters + self.lower.parameters
+
+    def resolve(self) -> None:
+        """See which parameters are frozen, as when a run starts."""
+        for level in self.levels:
+            level.resolve()
+
+    def has_changed(self) -> bool:
+        """Tell whether a parameter was frozen or unfrozen since."""
+        return self.upper.has_changed() or self.lower.has_changed()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return x and y, each as one flat vector of its own."""
+        return self.upper.read(), self.lower.read()
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        """Write x and y into the parameters."""
+        self.upper.write(x)
+        self.lower.write(y)
+
+    def feasible_point(self) -> tuple[Tensor, Tensor]:
+        """Return x and y, each projected onto its set: where a run starts."""
+        x, y = self.read()
+        return self.upper.feasible.project(x), self.lower.feasible.project(y)
+
+    def new_solver(self) -> BilevelOptimizer:
+        """Make a solver."""
+        return self.solver(self.groups())
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that a solver takes."""

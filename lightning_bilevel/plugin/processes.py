@@ -10,16 +10,71 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
-from lightning_bilevel.core.leaves import map_tensors, tensors
+from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["agree", "any_of", "check_parts", "part_of", "total"]
+__all__ = ["agree", "any_of", "check_parts", "check_same_point", "part_of", "shared_problem", "total"]
 
 _Level = Callable[[BilevelProblem, Tensor, Tensor], tuple[float, Tensor]]
+
+
+def shared_problem(
+    module: nn.Module,
+    problem_on: Callable[[Any], BilevelProblem],
+    trainer: Any,
+    batch: Any,
+    *,
+    point: tuple[Tensor, Tensor] | None,
+    split: bool,
+) -> tuple[BilevelProblem, Any]:
+    """Return the problem on a batch, shared by all processes of a Trainer, and what this process evaluates of the batch.
+
+    Args:
+        module: The module whose losses these are.
+        problem_on: Makes the problem on a batch, or on a part of it.
+        trainer: Its Trainer, if it has one.
+        batch: The batch, which all processes have.
+        point: The point to check at that the parts add up to the whole; None checks nothing.
+        split: Whether each process evaluates a part of the batch. Where the parts do not add up because of batch normalisation,
+            each one evaluates the whole batch instead.
+    """
+    whole = problem_on(batch)
+    if trainer is None or trainer.world_size == 1:
+        return whole, batch
+    name, world = type(module).__name__, trainer.world_size
+    # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never the exact full batch.
+    if not agree(leaves(batch), trainer.strategy.root_device):
+        raise MisconfigurationException(
+            f"`{name}` was given different batches in different processes: it splits a batch itself, so that each sample "
+            "counts once. Use a FullBatchDataModule, or `Trainer(use_distributed_sampler=False)` with the same seed in all "
+            "processes."
+        )
+    if split:
+        upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
+        lower, of_lower = part_of(batch["lower"], trainer.global_rank, world)
+        part = {**batch, "upper": upper, "lower": lower}
+        spread = problem_on(part).spread(of_upper, of_lower, total)
+        try:
+            if point is not None:
+                check_parts(name, whole, spread, *point, batch, part)
+            return spread, part
+        except ValueError:
+            if not any(isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()):
+                raise
+            rank_zero_warn(
+                f"`{name}` has batch normalisation, which looks at a whole batch: each of the {world} processes evaluates "
+                "all of it, which takes as long as one process. Normalise by group or layer to share the work, or "
+                "synchronise on GPUs with `Trainer(sync_batchnorm=True)`."
+            )
+    return problem_on(batch).spread(1 / world, 1 / world, total), batch
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -92,6 +147,15 @@ def agree(tensors: Iterable[Any], device: torch.device) -> bool:
     extremes = torch.tensor([mine, -mine], device=device)
     torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
     return bool(extremes[0] == -extremes[1])
+
+
+def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int) -> None:
+    """Stop where processes have come apart, such as on machines that round differently."""
+    if trainer.world_size > 1 and not agree(parameters, trainer.strategy.root_device):
+        raise BilevelError(
+            f"after outer iteration {iteration} the processes do not hold the same point: they must run on the same kind of "
+            "hardware with the same versions, and nothing but the solver may change the parameters."
+        )
 
 
 def check_parts(

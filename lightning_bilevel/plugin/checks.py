@@ -1,0 +1,78 @@
+"""What a run is refused for before it starts: a Trainer, a callback, a module or an optimizer that cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+
+from lightning_bilevel.plugin.declaration import Declaration, Level
+from lightning_bilevel.solvers.base import BilevelOptimizer
+
+__all__ = ["check_all_declared", "check_optimizer", "check_own", "check_trainer"]
+
+
+def check_trainer(call: str, trainer: Any) -> None:
+    """Refuse precisions, strategies and callbacks that no bilevel run works with.
+
+    Args:
+        call: The name of the module, for messages.
+        trainer: Its Trainer.
+    """
+    if trainer.precision not in ("32-true", "64-true"):
+        raise MisconfigurationException(
+            f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
+            "numbers, which half precision does not resolve. Use 32-true or 64-true."
+        )
+    # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
+        raise MisconfigurationException(
+            f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, line search and Moreau "
+            'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
+            "and `Chunks` evaluates a batch that is larger than memory."
+        )
+    for callback in trainer.callbacks:
+        why = _why_not(callback)
+        if why:
+            raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{call}`: {why}")
+
+
+def check_own(module: nn.Module, level: Level) -> None:
+    """Refuse a level with parameters that are not the module's own."""
+    own = {id(p) for p in module.parameters()}
+    if any(id(p) not in own for p in level.parameters):
+        raise ValueError(f"`{level.call}({level.name}=...)` has a parameter that is not the module's own.")
+
+
+def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
+    """Refuse trainable parameters that belong to no level."""
+    declared = {id(p) for p in declaration.parameters}
+    forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in declared]
+    if forgotten:
+        raise MisconfigurationException(
+            f"`{type(module).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
+            "parameter belongs to one level; a constant has `requires_grad=False`."
+        )
+
+
+def check_optimizer(module: LightningModule, optimizer: Any) -> None:
+    """Refuse an optimizer, as Lightning wraps it, that is no solver, and automatic optimisation."""
+    if module.automatic_optimization or not isinstance(getattr(optimizer, "optimizer", None), BilevelOptimizer):
+        raise MisconfigurationException(
+            f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its `configure_optimizers` must "
+            "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel "
+            "problem. Name the solver in `declare(solver=...)`."
+        )
+
+
+def _why_not(callback: Any) -> str:
+    """Say why a callback of Lightning's cannot do its work on a bilevel module; nothing if it can."""
+    if isinstance(callback, ModelPruning):
+        return "it changes the parameters in the middle of a run, which is then one of another problem. Prune before or after."
+    if isinstance(callback, LearningRateMonitor) and callback.log_weight_decay:
+        return "its solver has no weight decay. Leave out `log_weight_decay=True`."
+    return ""

@@ -1,0 +1,42 @@
+"""What is known of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_bilevel.plugin.batches import Batches
+from lightning_bilevel.plugin.buffers import WrittenBuffers
+from lightning_bilevel.plugin.certifier import Certifier
+from lightning_bilevel.plugin.checkpoints import LastPoint
+from lightning_bilevel.solvers.base import BilevelOptimizer
+
+__all__ = ["Run"]
+
+
+@dataclass
+class Run:
+    """What a module knows of its run. Each run has its own, so that nothing of another one is left.
+
+    Attributes:
+        solver: The solver.
+        certifier: The last certificate, and what belongs to it.
+        batches: The problem of the current batch.
+        buffers: The buffers that evaluations write to.
+        last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an earlier one.
+    """
+
+    solver: BilevelOptimizer
+    certifier: Certifier = field(default_factory=Certifier)
+    batches: Batches = field(default_factory=Batches)
+    buffers: WrittenBuffers = field(default_factory=WrittenBuffers)
+    last: LastPoint | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions of a batch cannot be pickled, and are made anew for the next one.
+        return {
+            **vars(self),
+            "certifier": replace(self.certifier, last=None),
+            "batches": Batches(),
+            "buffers": WrittenBuffers(),
+        }
