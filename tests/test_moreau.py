@@ -10,8 +10,9 @@ from helpers import PROBLEMS, Problem, random_problem, sine_functions
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error, inexact_prox, precise_prox
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.prox import inexact_prox, precise_prox
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
 
 CASES = [(seed, *shape) for seed in range(4) for shape in ((3, 5, 5.0), (4, 8, 0.5))]

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap, precise_prox
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.prox import precise_prox
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["Certificate", "certify", "least_squares_multiplier"]
