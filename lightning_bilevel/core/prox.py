@@ -6,6 +6,7 @@ r"""The two inner loops that minimise psi: one for solvers, which know constants
 from __future__ import annotations
 
 import math
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -70,11 +71,11 @@ def inexact_prox(
     Returns:
         The point, and how often the step has been halved.
     """
-    start, last, eta = z, z, 0.5**halvings / (L_yy + 1 / envelope.rho)
-    first = best = math.inf
-    previous: tuple[Tensor, Tensor] | None = None
-    done = since_best = undefined = 0
+    eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
     tolerance = math.sqrt(2 * envelope.modulus * zeta)
+    start, before, residual = z, z, math.inf
+    watch = _Watch(y, envelope.rho)
+    done = undefined = 0
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
@@ -83,32 +84,25 @@ def inexact_prox(
             undefined += 1
             if z is start or undefined > _MAX_UNDEFINED:
                 raise
-            too_long = True
+            verdict = _Verdict.TOO_LONG
         else:
             direction = slope_of_psi(slope, z, y, envelope.rho)
             new = projected_step(z, direction, eta, lower_set)
             residual = math.sqrt(squared_distance(z, new)) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
-            since_best = 0 if residual < best else since_best + 1
-            first, best = (residual if z is start else first), min(residual, best)
-            too_long = not residual <= _DIVERGED * first
-            if since_best >= _STALLED and not too_long:
-                # A right step makes the residual fall every time. Either the residual is what rounding leaves of two terms
-                # that cancel (and so is the curvature), or the step is wrong, and g more curved than it allows for.
-                if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
-                    return new, halvings
-                too_long = previous is not None and _curvature(z, direction, *previous) * eta > 1.0 + 1e-3
-                since_best = 0
-            # The vectors that the look at a stall needs are kept only where it is near.
-            previous, z = (z, direction) if since_best >= _STALLED - 1 else None, new
-            if accelerated:
-                root = math.sqrt(envelope.modulus * eta)
-                z, last = torch.sub(new, last).mul_((1 - root) / (1 + root)).add_(new), new
+            verdict = watch.see(residual, eta, z, slope, direction)
+            if verdict is _Verdict.ROUNDED:
+                return new, halvings
+            z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta)) if accelerated else new
+            before = new
+            # Neither is needed at the next gradient, where memory is scarcest.
             del slope, direction
-        if too_long:
-            halvings, eta, z, last = halvings + 1, eta / 2, start, start
-            first, best, previous, since_best = math.inf, math.inf, None, 0
+        if verdict is _Verdict.TOO_LONG:
+            halvings += 1
+            eta /= 2
+            z = before = start
+            watch = _Watch(y, envelope.rho)
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
         f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
@@ -116,6 +110,54 @@ def inexact_prox(
         "a kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With mini-batches, batch "
         "normalisation makes g another function at every step: switch it to evaluation, or normalise otherwise."
     )
+
+
+class _Verdict(Enum):
+    FINE = auto()
+    # The residual is what rounding leaves of two terms that cancel: no step makes it smaller.
+    ROUNDED = auto()
+    TOO_LONG = auto()
+
+
+class _Watch:
+    """Tells from the residuals whether a step is right: then they fall every time."""
+
+    def __init__(self, y: Tensor, rho: float) -> None:
+        self.y = y
+        self.rho = rho
+        self.first: float | None = None
+        self.best = math.inf
+        self.since_best = 0
+        self.previous: tuple[Tensor, Tensor] | None = None
+
+    def see(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+        """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient ``direction``."""
+        self.since_best = 0 if residual < self.best else self.since_best + 1
+        self.best = min(residual, self.best)
+        if self.first is None:
+            self.first = residual
+        if not residual <= _DIVERGED * self.first:
+            return _Verdict.TOO_LONG
+        verdict = _Verdict.FINE
+        if self.since_best >= _STALLED:
+            verdict = self._look(residual, eta, z, slope, direction)
+            self.since_best = 0
+        # The vectors that the look at a stall needs are kept only where it is near.
+        self.previous = (z, direction) if self.since_best >= _STALLED - 1 else None
+        return verdict
+
+    def _look(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+        """Tell why the residual no longer falls: by rounding (so is the curvature then), or because g is too curved for eta."""
+        if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - self.y) / self.rho):
+            return _Verdict.ROUNDED
+        if self.previous is not None and _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3:
+            return _Verdict.TOO_LONG
+        return _Verdict.FINE
+
+
+def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:
+    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`, where ``root`` is :math:`\sqrt{m\eta}`."""
+    return torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
 
 
 def precise_prox(
@@ -129,7 +171,7 @@ def precise_prox(
 ) -> Tensor:
     r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no constant of g.
 
-    This is the evaluation that every method is measured with: it shares nothing with a solver's own inner loop. With
+    This is the evaluation that every method is measured with: it uses none of a solver's constants. With
     :math:`d = z^+ - z`, a step :math:`\eta` is kept if
     :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
     :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
