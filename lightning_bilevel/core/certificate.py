@@ -20,6 +20,7 @@ from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.table import table
 
 __all__ = ["Certificate", "certify", "least_squares_multiplier"]
 
@@ -115,14 +116,6 @@ class Certificate:
 
     def __str__(self) -> str:
         return table("certificate", self.rows())
-
-
-def table(title: str, rows: list[tuple[str, str]]) -> str:
-    """Lay out pairs of words as two columns under a title."""
-    left = max(len(name) for name, _ in rows)
-    right = max(len(text) for _, text in rows)
-    rule = "-" * (left + right + 2)
-    return "\n".join([f"{title} ".ljust(left + right + 2, "-"), *(f"{n.ljust(left)}  {t}" for n, t in rows), rule])
 
 
 def certify(
