@@ -200,7 +200,7 @@ class Quadratic:
             Bx, own = part if encoded else (tB.to(y) @ part, 3 * (part @ part) / 2)
             return y @ tA.to(y) @ y / 2 - y @ Bx + own
 
-        return BilevelProblem(f, g, Box(*self.x_bounds), Box(*self.y_bounds), encoder=encode if encoded else None)
+        return BilevelProblem(f, g, Box(*self.x_bounds), Box(*self.y_bounds), features=encode if encoded else None)
 
 
 Iterates = list[tuple[Array, Array, Array]]

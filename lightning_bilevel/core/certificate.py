@@ -151,15 +151,15 @@ def certify(
         )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
-    calls, x, y = problem.calls, x.detach(), y.detach()
+    x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
-    upper = problem.upper(x, y)
-    lower = problem.at(x)
-    z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
-    slope = lower.gradient(y, keep=True)
-    gap = evaluate_gap(lower, y, z, envelope)
-    problem.calls = calls  # an evaluation is no part of the run
+    with problem.uncounted():
+        upper = problem.upper(x, y)
+        lower = problem.at(x, remember=False)
+        z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
+        slope = lower.gradient(y, keep=True)
+        gap = evaluate_gap(lower, y, z, envelope)
 
     def stationarity(weight: float) -> float:
         return math.hypot(

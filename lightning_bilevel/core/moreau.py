@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.vectors import squared_distance
 
 __all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error"]

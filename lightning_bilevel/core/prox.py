@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import InnerLoopError, NonFiniteError
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
 

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_bilevel.core.certificate import Certificate, certify
-from lightning_bilevel.core.chunks import Chunks, as_chunks
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
+from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.plugin.checkpoints import KEY as CHECKPOINT_KEY
 from lightning_bilevel.plugin.checkpoints import check_record, record
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
-from lightning_bilevel.plugin.functional import Declared, ModuleFunctions
+from lightning_bilevel.plugin.functional import Declared, ModuleFunctions, problem_of
 from lightning_bilevel.plugin.processes import agree, check_parts, part_of, total
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable, StepInfo
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -227,21 +227,7 @@ class BilevelMixin:
         written = self._functions.written_buffers if self._functions is not None else ()
         functions = ModuleFunctions(self._module(), declared.upper.parameters, declared.lower.parameters, written)
         self._functions = functions
-        upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
-
-        def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
-            return [make(method, part, scale=weight) for part, weight in zip(chunks.batches, chunks.shares, strict=True)]
-
-        encoded, split = self.lower_features is not None, self.lower_outputs is not None
-        make = functions.decoder if encoded else functions.weighing if split else functions.function
-        return BilevelProblem(
-            terms(functions.function, "upper_loss", upper),
-            terms(make, "lower_loss", lower),
-            declared.upper.feasible,
-            declared.lower.feasible,
-            encoder=[functions.encoder("lower_features", part) for part in lower.batches] if encoded else None,
-            body=[functions.body("lower_outputs", part) for part in lower.batches] if split else None,
-        )
+        return problem_of(functions, batch, declared.upper.feasible, declared.lower.feasible)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration."""
@@ -437,7 +423,7 @@ class BilevelMixin:
                 evaluated_on=note,
             )
             # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
-            self.evaluation_time += self._current.problem.agreed(time.perf_counter() - began, point[0])
+            self.evaluation_time += self._current.problem.mean_over_ranks(time.perf_counter() - began, point[0])
             self._evaluated = _Evaluated(given, point, certificate, self._solver.memory["iteration"])
         return self._evaluated.certificate
 
@@ -541,7 +527,7 @@ class BilevelMixin:
                 part_of(batch[level], trainer.global_rank, world) for level in ("upper", "lower")
             )
             part = {**batch, "upper": upper, "lower": lower}
-            spread = self.bilevel_problem(part).spread(of_upper, of_lower, total)
+            spread = self.bilevel_problem(part).on_this_rank(of_upper, of_lower, total)
             try:
                 if point is not None:
                     check_parts(name, whole, spread, *point, batch, part)
@@ -555,7 +541,7 @@ class BilevelMixin:
                     "all of it, which takes as long as one process. Normalise by group or layer to share the work, or "
                     "synchronise on GPUs with `Trainer(sync_batchnorm=True)`."
                 )
-        return self.bilevel_problem(batch).spread(1 / world, 1 / world, total), batch
+        return self.bilevel_problem(batch).on_this_rank(1 / world, 1 / world, total), batch
 
     def _normalises_batches(self) -> bool:
         return any(isinstance(layer, _BatchNorm) and layer.training for layer in self._module().modules())
@@ -569,13 +555,15 @@ class BilevelMixin:
         if not kept:
             return
         problem, (x, y) = self._current.problem, self._feasible_point()
-        before = problem.upper(x, y).value, problem.at(x).value(y)
         generator = torch.Generator().manual_seed(0)  # the same in all processes
-        for buffer in self._functions.written_buffers:
-            if buffer.is_floating_point():
-                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-        self._buffers_matter = before != (problem.upper(x, y).value, problem.at(x).value(y))
-        problem.calls = Calls()
+        with problem.uncounted():
+            before = problem.upper(x, y).value, problem.at(x, remember=False).value(y)
+            for buffer in self._functions.written_buffers:
+                if buffer.is_floating_point():
+                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+            problem.forget()  # what is kept of a point would hide that it changes
+            self._buffers_matter = before != (problem.upper(x, y).value, problem.at(x, remember=False).value(y))
+        problem.forget()
         self._write_buffers(kept)
 
     def _update_buffers(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -155,10 +154,8 @@ def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tu
             raise _PartError
         return total(tensor)
 
-    watched = copy.copy(spread)
-    watched.reduce = meet
     try:
-        return level(watched, x, y)
+        return level(spread.on_this_rank(1.0, 1.0, meet), x, y)
     except Exception as error:
         if met:
             raise
@@ -178,10 +175,4 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
-    swapped = copy.copy(problem)
-    same: list[Any] = [lambda v: v] * len(problem.lower_terms)
-    parts = zip(problem.lower_terms, problem.encoders or same, problem.bodies or same, strict=True)
-    swapped.upper_terms = [
-        lambda x, y, term=term, encode=encode, body=body: term(encode(x), body(y)) for term, encode, body in parts
-    ]
-    return _upper(swapped, x, y)
+    return _upper(BilevelProblem(problem.lower_terms, problem.lower_terms, reduce=problem.reduce), x, y)

@@ -151,7 +151,7 @@ class BilevelOptimizer(Optimizer, ABC):
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         # A process that evaluates anew what another one knows would wait for it for ever.
-        unchanged = problem.agreed(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
+        unchanged = problem.mean_over_ranks(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
         x, y = self._point[1:] if unchanged and self._point else self._start(problem)
         before = dict(memory)
         try:
@@ -175,7 +175,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["inner_iterations"] += facts["inner_iterations"]
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too: what stops by it stops them all in the same iteration.
-        memory["optimization_time"] += problem.agreed(time.perf_counter() - began, x)
+        memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, x)
         return self.record(
             iteration=memory["iteration"],
             calls=problem.calls - calls,

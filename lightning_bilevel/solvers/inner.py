@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_bilevel.core.problem import LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import projected_step, slope_of_psi
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, StepInfo
 from lightning_bilevel.solvers.inner import remembered

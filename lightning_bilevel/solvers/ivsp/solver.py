@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, InnerLoopError, LineSearchError, NonFiniteError
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel, Upper
+from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
