@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.results import Row, Section, installed, skipped
 from benchmarks.tasks import Size, Task, cleaning, solver
 from benchmarks.timing import in_turns, ratio
+from lightning_bilevel.core.lower import LowerTerm
 
 # Ours with settings of the paper for MNIST, and what they are called there.
 MESO = {"lr": (9.0, 1.0), "eta": 0.05, "gamma_1": 0.2, "c0": 0.2}
@@ -90,9 +91,7 @@ def compare(size: Size, operator: str, whole: bool = False) -> tuple[float, floa
     task = cleaning(size, chosen=solver(f"mnist/{name}", **changes))
     method, problem = task.alone()
     if whole:
-        assert problem.bodies is not None
-        weigh, body = problem.lower_terms[0], problem.bodies[0]
-        problem.lower_terms, problem.bodies = [lambda x, y: weigh(x, body(y))], None
+        problem.lower_terms = [LowerTerm(term) for term in problem.lower_terms]
     rival, own = Boat(task, operator, settings), []
 
     def theirs() -> None:

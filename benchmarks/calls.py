@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -32,9 +33,10 @@ def run(size: Size) -> Section:
     for name, fixed in NEEDED.items():
         task = cleaning(size, chosen=solver(f"mnist/{name}"))
         method, problem = task.alone()
-        assert problem.bodies is not None
-        forward = Counted(problem.bodies[0])
-        problem.bodies = [forward]
+        (term,) = problem.lower_terms
+        assert term.outputs is not None
+        forward = Counted(term.outputs)
+        problem.lower_terms = [replace(term, outputs=forward)]
         method.step(problem=problem)  # the first iteration has no known point to start from
         ratios, made = [], 0
         forward.count = 0

@@ -48,7 +48,9 @@ def ours(size: Size, name: str, steps: int) -> Callable[[], object]:
 
 def ivsp(size: Size, steps: int) -> Callable[[], object]:
     """Return Moreau evaluations of that many inner steps: an accuracy that is not reached, and the cap."""
-    from lightning_bilevel.core.moreau import Envelope, InnerLoopError, evaluate_gap, inexact_prox
+    from lightning_bilevel.core.errors import InnerLoopError
+    from lightning_bilevel.core.moreau import Envelope, evaluate_gap
+    from lightning_bilevel.core.prox import inexact_prox
 
     _, problem = (task := cleaning(size)).alone()
     x, y = torch.zeros(len(task.data.lower[0])), torch.cat([p.detach().reshape(-1) for p in task.build().classifier.parameters()])

@@ -15,7 +15,7 @@ from benchmarks.results import Row, Section
 from benchmarks.tasks import Size, Task, four
 from benchmarks.timing import ratio
 from lightning_bilevel import BilevelProblem, BilevelProgressBar
-from lightning_bilevel.core.problem import LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
 
 
 class Clock(Callback):

@@ -11,7 +11,7 @@ import lightning_bilevel
 PACKAGE = Path(lightning_bilevel.__file__).parent
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
-    {"files", "version"},
+    {"files", "table", "version"},
     {"core"},
     {"solvers"},
     {"report"},

@@ -40,7 +40,7 @@ from lightning_bilevel import (
     certify,
     solve,
 )
-from lightning_bilevel.core.moreau import precise_prox
+from lightning_bilevel.core.prox import precise_prox
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)

@@ -10,11 +10,12 @@ import torch
 from helpers import PROBLEMS, Problem, exact_residuals, random_problem
 from torch import Tensor
 
-from lightning_bilevel.core.certificate import Certificate, certify, least_squares_multiplier, table
+from lightning_bilevel.core.certificate import Certificate, certify, least_squares_multiplier
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.report.reading import reading
+from lightning_bilevel.table import table
 
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 CASES = [(seed, *shape) for seed in range(5) for shape in ((3, 5, 5.0), (4, 8, 0.5))]

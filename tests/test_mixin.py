@@ -210,7 +210,7 @@ def test_features_and_outputs_are_not_declared_both() -> None:
         def lower_features(self, batch: Any) -> Tensor:
             return self.logits[batch[2]].sigmoid()
 
-    with pytest.raises(ValueError, match="was given an encoder and a body"):
+    with pytest.raises(ValueError, match="was given features and outputs"):
         Both().bilevel_problem({"upper": samples(20, 1), "lower": samples(30, 2)})
 
 

@@ -10,8 +10,9 @@ from helpers import PROBLEMS, Problem, random_problem, sine_functions
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error, inexact_prox, precise_prox
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.prox import inexact_prox, precise_prox
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
 
 CASES = [(seed, *shape) for seed in range(4) for shape in ((3, 5, 5.0), (4, 8, 0.5))]
@@ -214,8 +215,11 @@ def test_gradient_error_by_hand() -> None:
 
 
 class TestInnerLoopError:
+    def problem(self) -> BilevelProblem:
+        return BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+
     def lower(self) -> Any:
-        return BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2).at(torch.ones(3, dtype=torch.float64))
+        return self.problem().at(torch.ones(3, dtype=torch.float64))
 
     def test_the_cap_is_a_named_error(self) -> None:
         y, envelope = torch.zeros(3, dtype=torch.float64), Envelope(rho=1.0, sigma=0.0, delta=1.0)
@@ -230,7 +234,7 @@ class TestInnerLoopError:
 
     def test_exactly_at_the_cap_it_is_no_error(self) -> None:
         y, envelope = torch.zeros(3, dtype=torch.float64), Envelope(rho=1.0, sigma=0.0, delta=1.0)
-        problem = self.lower().problem
+        problem = self.problem()
         x = torch.ones(3, dtype=torch.float64)
         inexact_prox(problem.at(x), y, y, 1e-6, envelope, Free(), L_yy=2.0)
         needed = problem.calls.lower

@@ -1,8 +1,11 @@
 import contextlib
 import copy
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,11 +29,11 @@ def g(x: Tensor, y: Tensor) -> Tensor:
     return torch.exp(torch.tanh(W.to(x) @ x) * y).sum()
 
 
-def encode(x: Tensor) -> Tensor:
+def features(x: Tensor) -> Tensor:
     return torch.tanh(W.to(x) @ x)
 
 
-def head(features: Tensor, y: Tensor) -> Tensor:
+def loss_of_features(features: Tensor, y: Tensor) -> Tensor:
     return torch.exp(features * y).sum()
 
 
@@ -146,23 +149,23 @@ class TestChunks:
         assert_same(problem.upper(x, y), (value, grad_x, grad_y))
 
 
-class TestEncoder:
+class TestFeatures:
     @both_dtypes
     def test_equals_the_plain_function(self, dtype: torch.dtype) -> None:
         x, y, z = point(dtype)
-        plain, encoded = BilevelProblem(f, g), BilevelProblem(f, head, encoder=encode)
+        plain, split = BilevelProblem(f, g), BilevelProblem(f, loss_of_features, features=features)
         expected = [torch.as_tensor(v, dtype=dtype) for v in plain.at(x).gap(y, z)]
-        assert_same(encoded.at(x).gap(y, z), expected, dtype)
-        assert_same([encoded.at(x).gradient(z)], [plain.at(x).gradient(z)], dtype)
-        assert encoded.at(x).value(z) == pytest.approx(plain.at(x).value(z), rel=1e-6)
-        lower = encoded.at(x)
+        assert_same(split.at(x).gap(y, z), expected, dtype)
+        assert_same([split.at(x).gradient(z)], [plain.at(x).gradient(z)], dtype)
+        assert split.at(x).value(z) == pytest.approx(plain.at(x).value(z), rel=1e-6)
+        lower = split.at(x)
         lower.gap(z, y)
-        assert_same(lower.gap(y, z), expected, dtype)  # a second gap, for which the encoder's graph is made again
+        assert_same(lower.gap(y, z), expected, dtype)  # a second gap, for which the features' graph is made again
 
     def test_is_evaluated_once_per_x_for_the_inner_loop_and_the_gap(self) -> None:
         x, y, z = point()
         seen = []
-        problem = BilevelProblem(f, head, encoder=lambda x: seen.append(x) or encode(x))
+        problem = BilevelProblem(f, loss_of_features, features=lambda x: seen.append(x) or features(x))
         lower = problem.at(x)
         for _ in range(5):
             lower.gradient(z)
@@ -178,28 +181,28 @@ class TestEncoder:
         x, y, z = point()
 
         def structured(x: Tensor) -> dict[str, Any]:
-            return {"features": encode(x), "more": (x.sum(), "a word")}
+            return {"features": features(x), "more": (x.sum(), "a word")}
 
         def lower(parts: dict[str, Any], y: Tensor) -> Tensor:
-            return head(parts["features"], y) * parts["more"][0]
+            return loss_of_features(parts["features"], y) * parts["more"][0]
 
-        encoded = BilevelProblem(f, lower, encoder=structured)
+        split = BilevelProblem(f, lower, features=structured)
         plain = BilevelProblem(f, lambda x, y: g(x, y) * x.sum())
-        assert_same(encoded.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
-        assert_same([encoded.at(x).gradient(z)], [plain.at(x).gradient(z)])
+        assert_same(split.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+        assert_same([split.at(x).gradient(z)], [plain.at(x).gradient(z)])
 
     def test_one_per_chunk(self) -> None:
         x, y, z = point()
         count = [0, 0]
 
-        def encoder(index: int) -> Callable[[Tensor], Tensor]:
+        def part(index: int) -> Callable[[Tensor], Tensor]:
             def evaluate(x: Tensor) -> Tensor:
                 count[index] += 1
-                return encode((index + 1) * x)
+                return features((index + 1) * x)
 
             return evaluate
 
-        chunked = BilevelProblem(f, [head, head], encoder=[encoder(0), encoder(1)])
+        chunked = BilevelProblem(f, [loss_of_features, loss_of_features], features=[part(0), part(1)])
         plain = BilevelProblem(f, lambda x, y: g(x, y) + g(2 * x, y))
         lower = chunked.at(x)
         assert_same([lower.gradient(z), lower.gradient(y)], [plain.at(x).gradient(z), plain.at(x).gradient(y)])
@@ -208,23 +211,23 @@ class TestEncoder:
         assert count == [2, 2]
 
 
-def body(y: Tensor) -> Tensor:
+def outputs(y: Tensor) -> Tensor:
     return torch.exp(W.T.to(y) @ y)
 
 
-def weighing(x: Tensor, outputs: Tensor) -> Tensor:
+def loss_of_outputs(x: Tensor, outputs: Tensor) -> Tensor:
     return (torch.tanh(x) * outputs).sum()
 
 
 def weighted(x: Tensor, y: Tensor) -> Tensor:
-    return weighing(x, body(y))
+    return loss_of_outputs(x, outputs(y))
 
 
-class TestBody:
+class TestOutputs:
     @both_dtypes
     def test_equals_the_plain_function_bit_for_bit(self, dtype: torch.dtype) -> None:
         x, y, z = point(dtype)
-        plain, split = BilevelProblem(f, weighted), BilevelProblem(f, weighing, body=body)
+        plain, split = BilevelProblem(f, weighted), BilevelProblem(f, loss_of_outputs, outputs=outputs)
         for point_x in (x, x + 1.0):  # the second x finds both points known
             for first, second in ((y, z), (z, y), (y, y)):
                 expected, got = plain.at(point_x).gap(first, second), split.at(point_x).gap(first, second)
@@ -236,7 +239,7 @@ class TestBody:
     def test_is_evaluated_once_for_the_two_points_that_were_asked_for_last(self) -> None:
         x, y, z = point()
         seen = []
-        problem = BilevelProblem(f, weighing, body=lambda y: seen.append(y) or body(y))
+        problem = BilevelProblem(f, loss_of_outputs, outputs=lambda y: seen.append(y) or outputs(y))
         problem.at(x).gap(y, z)
         assert len(seen) == 2
         problem.at(x + 1.0).gradient(z)
@@ -256,7 +259,7 @@ class TestBody:
 
     def test_is_evaluated_anew_where_the_point_was_changed_in_place(self) -> None:
         x, y, z = point()
-        problem = BilevelProblem(f, weighing, body=body)
+        problem = BilevelProblem(f, loss_of_outputs, outputs=outputs)
         problem.at(x).gap(y, z)
         z += 1.0
         assert torch.equal(problem.at(x).gradient(z), BilevelProblem(f, weighted).at(x).gradient(z))
@@ -264,7 +267,9 @@ class TestBody:
     def test_keeps_nothing_of_several_chunks(self) -> None:
         x, y, z = point()
         seen = []
-        problem = BilevelProblem(f, [weighing, weighing], body=[lambda y: seen.append(y) or body(y), lambda y: body(2 * y)])
+        problem = BilevelProblem(
+            f, [loss_of_outputs, loss_of_outputs], outputs=[lambda y: seen.append(y) or outputs(y), lambda y: outputs(2 * y)]
+        )
         plain = BilevelProblem(f, lambda x, y: weighted(x, y) + weighted(x, 2 * y))
         for _ in range(2):
             assert_same(problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
@@ -273,7 +278,7 @@ class TestBody:
     @pytest.mark.parametrize("share", [0.0, 0.25])
     def test_in_a_part_of_the_data(self, share: float) -> None:
         x, _, z = point()
-        part = BilevelProblem(f, weighing, body=body).spread(1.0, share, lambda tensor: tensor + 0.0)
+        part = BilevelProblem(f, loss_of_outputs, outputs=outputs).on_this_rank(1.0, share, lambda tensor: tensor + 0.0)
         if share == 0.0:
             assert part.at(x).value(z) == 0.0
         else:
@@ -281,20 +286,29 @@ class TestBody:
 
     def test_a_copy_knows_no_points(self) -> None:
         x, y, z = point()
-        problem = BilevelProblem(f, weighing, body=body)
+        seen = []
+
+        def counted(y: Tensor) -> Tensor:
+            seen.append(y)
+            return outputs(y)
+
+        problem = BilevelProblem(f, loss_of_outputs, outputs=counted)
         expected = problem.at(x).gap(y, z)
         for other in (copy.copy(problem), copy.deepcopy(problem)):
-            assert other._recent == []
+            seen.clear()
             assert torch.equal(other.at(x).gap(y, z).grad_y, expected.grad_y)
+            assert len(seen) == 2
 
     def test_does_not_hide_that_g_is_random(self) -> None:
         x, y, _ = point()
-        problem = BilevelProblem(f, weighing, body=lambda y: torch.rand(()) * body(y))
+        problem = BilevelProblem(f, loss_of_outputs, outputs=lambda y: torch.rand(()) * outputs(y))
         with pytest.raises(BilevelError, match=r"The lower-level function g was .* and then .* at the same point"):
             problem.check(x, y)
 
 
-@pytest.mark.parametrize("build", [lambda: BilevelProblem(f, weighted), lambda: BilevelProblem(f, weighing, body=body)])
+@pytest.mark.parametrize(
+    "build", [lambda: BilevelProblem(f, weighted), lambda: BilevelProblem(f, loss_of_outputs, outputs=outputs)]
+)
 def test_a_gap_uses_the_gradient_that_was_kept(build: Callable[[], BilevelProblem]) -> None:
     x, y, z = point()
     expected, lower = build().at(x).gap(y, z), build().at(x)
@@ -307,13 +321,90 @@ def test_a_gap_uses_the_gradient_that_was_kept(build: Callable[[], BilevelProble
     assert torch.equal(lower.gap(y, z).grad_y, build().at(x).gap(y, z).grad_y)
 
 
+@dataclass
+class Made:
+    it: Tensor
+
+
+class TestRemembered:
+    """g(x, .) at the x that was asked for last."""
+
+    def test_is_the_same_as_long_as_x_is(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(f, g)
+        lower = problem.at(x)
+        assert problem.at(x) is lower
+        assert problem.at(x.clone()) is not lower
+        lower = problem.at(x)
+        x += 1.0
+        assert problem.at(x) is not lower
+        assert_same(
+            problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in BilevelProblem(f, g).at(x).gap(y, z)]
+        )
+
+    def test_has_the_features_of_an_x_that_is_asked_for_again(self) -> None:
+        x, y, z = point()
+        seen = []
+        problem = BilevelProblem(f, loss_of_features, features=lambda x: seen.append(x) or features(x))
+        problem.at(x).gradient(z)
+        problem.at(x).gap(y, z)
+        assert len(seen) == 1
+        problem.forget()
+        problem.at(x)
+        assert len(seen) == 2
+
+    def test_stays_where_another_x_is_not_to_be_remembered(self) -> None:
+        x, _, _ = point()
+        problem = BilevelProblem(f, g)
+        lower = problem.at(x)
+        problem.at(x + 1.0, remember=False)
+        assert problem.at(x) is lower
+        assert problem.at(x, remember=False) is lower
+
+    def test_is_released_before_the_features_of_another_x_are_made(self) -> None:
+        x, _, _ = point()
+        alive = []
+
+        def watched(x: Tensor) -> Tensor:
+            alive.append([made() is not None for made in levels])
+            return features(x)
+
+        levels: list[Any] = []
+        problem = BilevelProblem(f, loss_of_features, features=watched)
+        for shift in range(3):
+            lower = weakref.ref(problem.at(x + shift))
+            levels.append(lower)
+        assert alive == [[], [False], [False, False]]
+
+    def test_dies_with_its_problem(self) -> None:
+        """At once, not when the garbage collector comes round: on mini-batches there is a new problem at every step."""
+        x, _, z = point()
+        problem = BilevelProblem(f, loss_of_features, features=features)
+        lower = problem.at(x)
+        lower.gradient(z, keep=True)
+        references = weakref.ref(problem), weakref.ref(lower)
+        gc.disable()
+        try:
+            del problem, lower
+            assert [reference() for reference in references] == [None, None]
+        finally:
+            gc.enable()
+
+    def test_may_be_a_dataclass(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(f, lambda made, y: loss_of_features(made.it, y), features=lambda x: Made(features(x)))
+        plain = BilevelProblem(f, g)
+        assert torch.equal(problem.at(x).gradient(z), plain.at(x).gradient(z))
+        assert_same(problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+
+
 class TestUnits:
-    @pytest.mark.parametrize("encoder", [None, encode], ids=["plain", "encoder"])
+    @pytest.mark.parametrize("part", [None, features], ids=["plain", "features"])
     @pytest.mark.parametrize("units", [(1.0, 1.0), (3.0, 1.0), (1.0, 0.2), (5.0, 0.1)])
-    def test_equal_the_chain_rule(self, units: tuple[float, float], encoder: Any) -> None:
+    def test_equal_the_chain_rule(self, units: tuple[float, float], part: Any) -> None:
         x, y, z = point()
         a, b = units
-        problem = BilevelProblem(f, head if encoder else g, encoder=encoder)
+        problem = BilevelProblem(f, loss_of_features if part else g, features=part)
         scaled = problem.in_units(*units)
         u, v, w = x / a, y / b, z / b
         value, grad_x, grad_y = by_autograd(f, x, y)
@@ -325,12 +416,23 @@ class TestUnits:
         assert scaled.units == units
 
     @pytest.mark.parametrize("units", [(3.0, 1.0), (1.0, 0.2), (5.0, 0.1)])
-    def test_with_a_body(self, units: tuple[float, float]) -> None:
+    def test_with_outputs(self, units: tuple[float, float]) -> None:
         x, y, z = point()
         a, b = units
-        whole, split = (p.in_units(*units) for p in (BilevelProblem(f, weighted), BilevelProblem(f, weighing, body=body)))
+        whole, split = (
+            p.in_units(*units) for p in (BilevelProblem(f, weighted), BilevelProblem(f, loss_of_outputs, outputs=outputs))
+        )
         expected = whole.at(x / a).gap(y / b, z / b)
         assert_same(split.at(x / a).gap(y / b, z / b), [torch.as_tensor(v, dtype=torch.float64) for v in expected])
+
+    def test_with_outputs_that_are_a_structure(self) -> None:
+        x, y, z = point()
+        split = BilevelProblem(f, lambda x, out: loss_of_outputs(x, out["it"]), outputs=lambda y: {"it": outputs(y)})
+        whole = BilevelProblem(f, weighted)
+        for units in ((1.0, 0.5), (2.0, 0.5)):
+            a, b = units
+            got, expected = (p.in_units(*units).at(x / a).gap(y / b, z / b) for p in (split, whole))
+            assert_same(got, [torch.as_tensor(v, dtype=torch.float64) for v in expected])
 
     def test_scale_the_sets(self) -> None:
         scaled = BilevelProblem(f, g, Box(-1.0, 1.0), Box(0.0, 3.0)).in_units(2.0, 0.5)
@@ -477,6 +579,24 @@ class TestCalls:
         lower.gap(y, z)
         lower.gap_x(y, z)
         assert problem.calls == Calls(upper=3, lower=2, gap=2)
+
+    def test_are_not_counted_where_they_are_no_part_of_a_run(self) -> None:
+        x, y, z = point()
+        problem = BilevelProblem(f, g)
+        problem.upper(x, y)
+        with contextlib.suppress(KeyError), problem.uncounted():
+            problem.upper(x, y)
+            problem.at(x).gap(y, z)
+            raise KeyError
+        assert problem.calls == Calls(upper=1)
+
+    def test_of_a_copy_are_its_own(self) -> None:
+        x, y, _ = point()
+        problem = BilevelProblem(f, g)
+        problem.upper(x, y)
+        other = copy.copy(problem)
+        other.upper(x, y)
+        assert (problem.calls.upper, other.calls.upper) == (1, 2)
 
     def test_add_and_subtract(self) -> None:
         assert Calls(1, 2, 3) + Calls(10, 20, 30) == Calls(11, 22, 33)
@@ -645,8 +765,8 @@ class TestErrors:
             (lambda: BilevelProblem(f, []), "`BilevelProblem(lower=[])` must be a function, or a non-empty list of functions."),
             (lambda: BilevelProblem(f, [3]), "`BilevelProblem(lower=[3])` must be a function, or a non-empty list of functions."),
             (
-                lambda: BilevelProblem(f, head, encoder="x"),
-                "`BilevelProblem(encoder='x')` must be a function, or a non-empty list of functions.",
+                lambda: BilevelProblem(f, loss_of_features, features="x"),
+                "`BilevelProblem(features='x')` must be a function, or a non-empty list of functions.",
             ),
             (
                 lambda: BilevelProblem(f, g, upper_set=3.0),
@@ -662,16 +782,16 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
             make()
 
-    def test_as_many_encoders_as_terms(self) -> None:
-        message = "`BilevelProblem` was given 1 encoders for 2 terms of `lower`: each term needs its own."
+    def test_as_many_features_as_terms(self) -> None:
+        message = "`BilevelProblem` was given 1 features for 2 terms of `lower`: each term needs its own."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            BilevelProblem(f, [head, head], encoder=encode)
+            BilevelProblem(f, [loss_of_features, loss_of_features], features=features)
 
-    def test_one_body_per_term_and_no_encoder_with_it(self) -> None:
-        with pytest.raises(ValueError, match="was given 1 bodies for 2 terms of `lower`: each term needs its own"):
-            BilevelProblem(f, [weighing, weighing], body=body)
-        with pytest.raises(ValueError, match="was given an encoder and a body: g may have one or the other"):
-            BilevelProblem(f, weighing, encoder=encode, body=body)
+    def test_as_many_outputs_as_terms_and_no_features_with_them(self) -> None:
+        with pytest.raises(ValueError, match="was given 1 outputs for 2 terms of `lower`: each term needs its own"):
+            BilevelProblem(f, [loss_of_outputs, loss_of_outputs], outputs=outputs)
+        with pytest.raises(ValueError, match="was given features and outputs: g may have one or the other"):
+            BilevelProblem(f, loss_of_outputs, features=features, outputs=outputs)
 
 
 def test_sets_default_to_the_whole_space() -> None:

@@ -258,7 +258,7 @@ def test_one_collective_per_evaluation() -> None:
         sizes.append((tensor.dtype, len(tensor)))
         return tensor
 
-    problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((x - y) ** 2).sum()).spread(1.0, 1.0, reduce)
+    problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((x - y) ** 2).sum()).on_this_rank(1.0, 1.0, reduce)
     x, y, z = torch.ones(3), torch.zeros(3), torch.ones(3)
     level = problem.at(x)
     for evaluate in (
@@ -279,7 +279,7 @@ def test_a_process_without_samples_adds_nothing() -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("evaluated without a sample")
 
-    problem = BilevelProblem(fail, fail, encoder=fail).spread(0.0, 0.0, lambda tensor: tensor + 1.0)
+    problem = BilevelProblem(fail, fail, features=fail).on_this_rank(0.0, 0.0, lambda tensor: tensor + 1.0)
     x, y = torch.ones(2), torch.zeros(2)
     value, grad_x, grad_y = problem.upper(x, y)
     assert (value, grad_x.tolist(), grad_y.tolist()) == (1.0, [1.0, 1.0], [1.0, 1.0])  # what the others have

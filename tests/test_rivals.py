@@ -193,7 +193,7 @@ class Quadratic:
             return own + ((x - ta.to(y)) ** 2).sum() / 2 + x @ tM.to(y) @ y if has_x else own
 
         def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-            count["encoder"] = count.get("encoder", 0) + 1
+            count["features"] = count.get("features", 0) + 1
             return tB.to(x) @ x, 3 * (x @ x) / 2
 
         def g(part: Any, y: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class Quadratic:
             Bx, own = part if encoded else (tB.to(y) @ part, 3 * (part @ part) / 2)
             return y @ tA.to(y) @ y / 2 - y @ Bx + own
 
-        return BilevelProblem(f, g, Box(*self.x_bounds), Box(*self.y_bounds), encoder=encode if encoded else None)
+        return BilevelProblem(f, g, Box(*self.x_bounds), Box(*self.y_bounds), features=encode if encoded else None)
 
 
 Iterates = list[tuple[Array, Array, Array]]
@@ -415,7 +415,7 @@ def test_no_pass_for_an_upper_level_without_x(case: Case) -> None:
 
 
 @each_case
-def test_encoder_runs_once_per_x(case: Case) -> None:
+def test_features_are_computed_once_per_x(case: Case) -> None:
     count: dict[str, int] = {}
     quadratic = Quadratic(*BOXES["narrow"])
     plain, encoded = quadratic.torch(), quadratic.torch(encoded=True, count=count)
@@ -424,7 +424,7 @@ def test_encoder_runs_once_per_x(case: Case) -> None:
         one.step(problem=plain)
         other.step(problem=encoded)
     # Five iterations see five points x, and those that move y or measure the gap at the new x a sixth.
-    assert count["encoder"] == (6 if case.solver is SLM or (case.skips and case.solver is not F2SA) else 5)
+    assert count["features"] == (6 if case.solver is SLM or (case.skips and case.solver is not F2SA) else 5)
     torch.testing.assert_close(u, x)
     torch.testing.assert_close(v, y)
 

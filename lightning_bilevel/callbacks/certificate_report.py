@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
 from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
-from lightning_bilevel.core.certificate import Certificate, table
+from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import Progress
+from lightning_bilevel.table import table
 
 __all__ = ["CertificateReport", "as_text"]
 

@@ -27,10 +27,11 @@ from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
 from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.core.certificate import Certificate, table
+from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.table import table
 
 __all__ = ["BilevelCLI", "BilevelTrainer"]
 

@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap, precise_prox
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.prox import precise_prox
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.table import table
 
 __all__ = ["Certificate", "certify", "least_squares_multiplier"]
 
@@ -116,14 +118,6 @@ class Certificate:
         return table("certificate", self.rows())
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> str:
-    """Lay out pairs of words as two columns under a title."""
-    left = max(len(name) for name, _ in rows)
-    right = max(len(text) for _, text in rows)
-    rule = "-" * (left + right + 2)
-    return "\n".join([f"{title} ".ljust(left + right + 2, "-"), *(f"{n.ljust(left)}  {t}" for n, t in rows), rule])
-
-
 def certify(
     problem: BilevelProblem,
     x: Tensor,
@@ -157,15 +151,15 @@ def certify(
         )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
-    calls, x, y = problem.calls, x.detach(), y.detach()
+    x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
-    upper = problem.upper(x, y)
-    lower = problem.at(x)
-    z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
-    slope = lower.gradient(y, keep=True)
-    gap = evaluate_gap(lower, y, z, envelope)
-    problem.calls = calls  # an evaluation is no part of the run
+    with problem.uncounted():
+        upper = problem.upper(x, y)
+        lower = problem.at(x, remember=False)
+        z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
+        slope = lower.gradient(y, keep=True)
+        gap = evaluate_gap(lower, y, z, envelope)
 
     def stationarity(weight: float) -> float:
         return math.hypot(

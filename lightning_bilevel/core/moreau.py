@@ -16,23 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.errors import InnerLoopError, NonFiniteError
-from lightning_bilevel.core.problem import LowerLevel
-from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.core.vectors import dot, norm, squared_distance
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.vectors import squared_distance
 
-__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error", "inexact_prox", "precise_prox"]
-__all__ += ["projected_step", "slope_of_psi"]
-
-# A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
-_DIVERGED = 10.0
-_MAX_HALVINGS = 60
-# So many iterations without a new smallest residual are looked into.
-_STALLED = 100
-# A gradient is exact up to some tens of roundings of its largest terms.
-_NOISE = 50.0
-# A shorter step keeps clear of points where g is not defined; after so many attempts it is the start that is too near to them.
-_MAX_UNDEFINED = 3
+__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error"]
 
 
 @dataclass(frozen=True)
@@ -98,95 +85,6 @@ class MoreauPoint:
     grad_y: Tensor
 
 
-def inexact_prox(
-    lower: LowerLevel,
-    y: Tensor,
-    z: Tensor,
-    zeta: float,
-    envelope: Envelope,
-    lower_set: ConvexSet,
-    *,
-    L_yy: float,
-    halvings: int = 0,
-    max_inner: int = 10_000,
-    accelerated: bool = False,
-) -> tuple[Tensor, int]:
-    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm 2).
-
-    .. math::
-        z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
-        \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
-
-    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls while the curvature is above
-    :math:`1/\eta`, says that L_yy is too small for g here: the step is then halved and the loop starts again.
-
-    Accelerated, the next iteration starts from :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
-    :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex functions): about the square
-    root of as many iterations where rho L_yy is large. The stopping rule holds from any point, so it is the same.
-
-    Args:
-        lower: g(x, .).
-        y: The centre of the proximal term.
-        z: Where to start.
-        zeta: The accuracy.
-        envelope: rho, sigma and delta.
-        lower_set: Y.
-        L_yy: The Lipschitz constant of the gradient of g(x, .).
-        halvings: How often the step has been halved so far.
-        max_inner: The cap on iterations.
-        accelerated: Whether to use Nesterov's momentum.
-
-    Returns:
-        The point, and how often the step has been halved.
-    """
-    start, last, eta = z, z, 0.5**halvings / (L_yy + 1 / envelope.rho)
-    first = best = math.inf
-    previous: tuple[Tensor, Tensor] | None = None
-    done = since_best = undefined = 0
-    tolerance = math.sqrt(2 * envelope.modulus * zeta)
-    while done < max_inner and halvings <= _MAX_HALVINGS:
-        done += 1
-        try:
-            slope = lower.gradient(z)
-        except NonFiniteError:
-            undefined += 1
-            if z is start or undefined > _MAX_UNDEFINED:
-                raise
-            too_long = True
-        else:
-            direction = slope_of_psi(slope, z, y, envelope.rho)
-            new = projected_step(z, direction, eta, lower_set)
-            residual = math.sqrt(squared_distance(z, new)) / eta
-            if residual <= tolerance or residual * eta <= _rounding(z):
-                return new, halvings
-            since_best = 0 if residual < best else since_best + 1
-            first, best = (residual if z is start else first), min(residual, best)
-            too_long = not residual <= _DIVERGED * first
-            if since_best >= _STALLED and not too_long:
-                # A right step makes the residual fall every time. Either the residual is what rounding leaves of two terms
-                # that cancel (and so is the curvature), or the step is wrong, and g more curved than it allows for.
-                if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - y) / envelope.rho):
-                    return new, halvings
-                too_long = previous is not None and _curvature(z, direction, *previous) * eta > 1.0 + 1e-3
-                since_best = 0
-            # The vectors that the look at a stall needs are kept only where it is near.
-            previous, z = (z, direction) if since_best >= _STALLED - 1 else None, new
-            if accelerated:
-                root = math.sqrt(envelope.modulus * eta)
-                z, last = torch.sub(new, last).mul_((1 - root) / (1 + root)).add_(new), new
-            del slope, direction
-        if too_long:
-            halvings, eta, z, last = halvings + 1, eta / 2, start, start
-            first, best, previous, since_best = math.inf, math.inf, None, 0
-    raise InnerLoopError(
-        f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
-        f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
-        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger. A lower level with "
-        "a kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With mini-batches, batch "
-        "normalisation makes g another function at every step: switch it to evaluation, or normalise otherwise."
-    )
-
-
 def gradient_error(zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
     r"""Bound the error of the gradient of :math:`\phi_\mu(R)` that a zeta-accurate z~ gives.
 
@@ -201,63 +99,3 @@ def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) ->
     residual = gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
     pull = torch.sub(y, z).div_(envelope.rho)
     return MoreauPoint(z, gap.value_y, residual, gap.grad_x, torch.sub(gap.grad_y, pull, out=pull))
-
-
-def precise_prox(
-    lower: LowerLevel,
-    y: Tensor,
-    rho: float,
-    lower_set: ConvexSet,
-    *,
-    tolerance: float = 1e-3,
-    max_iterations: int = 20_000,
-) -> Tensor:
-    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no constant of g.
-
-    This is the evaluation that every method is measured with: it shares nothing with a solver's own inner loop. With
-    :math:`d = z^+ - z`, a step :math:`\eta` is kept if
-    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
-    :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
-    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when rounding leaves no more.
-    """
-    z, eta = y, rho
-    slope = direction = lower.gradient(z)
-    noise = _NOISE * torch.finfo(y.dtype).eps
-    for _ in range(max_iterations):
-        new = projected_step(z, direction, eta, lower_set)
-        length = math.sqrt(squared_distance(new, z))
-        if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
-            return z
-        new_slope = lower.gradient(new)
-        new_direction = slope_of_psi(new_slope, new, y, rho)
-        if _curvature(new, new_direction, z, direction) <= 1 / eta:
-            z, slope, direction = new, new_slope, new_direction
-        else:
-            eta /= 2
-    raise InnerLoopError(
-        f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
-        f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
-    )
-
-
-def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
-    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the first part."""
-    # In one vector: memory that is new to the process costs more than arithmetic in it.
-    away = torch.sub(z, y)
-    return torch.add(slope, away, alpha=1 / rho, out=away)
-
-
-def projected_step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
-    r"""Return :math:`P_Y(z - \eta d)`."""
-    return lower_set.project(torch.sub(z, direction, alpha=eta))
-
-
-def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
-    """The curvature of psi between two points, <difference of slopes, step> / |step|^2."""
-    step = z - previous_z
-    return dot(slope - previous_slope, step) / max(dot(step, step), 1e-300)
-
-
-def _rounding(z: Tensor) -> float:
-    """The shortest step from z that the dtype still resolves."""
-    return torch.finfo(z.dtype).eps * norm(z)

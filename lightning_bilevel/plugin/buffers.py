@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from lightning_bilevel.core.problem import BilevelProblem, Calls
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions
 
@@ -51,13 +51,15 @@ class WrittenBuffers:
         kept = self.copies(module)
         if not kept:
             return
-        before = problem.upper(x, y).value, problem.at(x).value(y)
         generator = torch.Generator().manual_seed(0)  # the same in all processes
-        for buffer in self.live:
-            if buffer.is_floating_point():
-                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-        self.matter = before != (problem.upper(x, y).value, problem.at(x).value(y))
-        problem.calls = Calls()
+        with problem.uncounted():
+            before = problem.upper(x, y).value, problem.at(x, remember=False).value(y)
+            for buffer in self.live:
+                if buffer.is_floating_point():
+                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+            problem.forget()  # what is kept of a point would hide that it changes
+            self.matter = before != (problem.upper(x, y).value, problem.at(x, remember=False).value(y))
+        problem.forget()
         write_buffers(module, kept)
 
     def follow(self, losses: Callable[[], float], shared: bool) -> None:

@@ -90,7 +90,7 @@ class Certifier:
             evaluated_on=evaluated_on,
         )
         # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
-        self.seconds += problem.agreed(time.perf_counter() - began, point[0])
+        self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])
         self.last = _Answer(question, point, certificate, 0 if step is None else step.iteration)
         return certificate
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.lower import Function, Part, weighted
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["ModuleFunctions", "parameters_of"]
+__all__ = ["ModuleFunctions", "parameters_of", "problem_of"]
 
 Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 
@@ -110,44 +114,10 @@ class ModuleFunctions:
         """The module's buffers that calls write to, such as the running statistics of batch normalisation."""
         return [shadow.live for shadow in self.shadows if shadow.written]
 
-    def function(self, method: str, *args: Any, scale: float = 1.0) -> Callable[[Tensor, Tensor], Any]:
-        """Return (x, y) -> scale * module.method(*args) for flat x and y."""
-
-        def evaluate(x: Tensor, y: Tensor) -> Any:
-            value = self._call(method, (x, y), args)
-            return value if scale == 1.0 else scale * value
-
-        return evaluate
-
-    def encoder(self, method: str, *args: Any) -> Callable[[Tensor], Any]:
-        """Return x -> module.method(*args) for flat x."""
-        return lambda x: self._call(method, (x, None), args)
-
-    def decoder(self, method: str, *args: Any, scale: float = 1.0) -> Callable[[Any, Tensor], Any]:
-        """Return (features, y) -> scale * module.method(*args, features) for flat y."""
-
-        def evaluate(features: Any, y: Tensor) -> Any:
-            value = self._call(method, (None, y), (*args, features))
-            return value if scale == 1.0 else scale * value
-
-        return evaluate
-
-    def body(self, method: str, *args: Any) -> Callable[[Tensor], Any]:
-        """Return y -> module.method(*args) for flat y."""
-        return lambda y: self._call(method, (None, y), args)
-
-    def weighing(self, method: str, *args: Any, scale: float = 1.0) -> Callable[[Tensor, Any], Any]:
-        """Return (x, outputs) -> scale * module.method(*args, outputs) for flat x."""
-
-        def evaluate(x: Tensor, outputs: Any) -> Any:
-            value = self._call(method, (x, None), (*args, outputs))
-            return value if scale == 1.0 else scale * value
-
-        return evaluate
-
-    def _call(self, method: str, point: tuple[Tensor | None, Tensor | None], args: tuple[Any, ...]) -> Any:
+    def call(self, method: str, *args: Any, x: Tensor | None = None, y: Tensor | None = None) -> Any:
+        """Return module.method(*args) at flat x and y; a level that is left out keeps the module's own parameters."""
         new: list[tuple[Places, Tensor]] = []
-        for homes, shapes, sizes, vector in zip(self.homes, self.shapes, self.sizes, point, strict=True):
+        for homes, shapes, sizes, vector in zip(self.homes, self.shapes, self.sizes, (x, y), strict=True):
             if vector is not None:
                 blocks = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
                 new.extend((places, block.view(shape)) for places, shape, block in zip(homes, shapes, blocks, strict=True))
@@ -169,3 +139,36 @@ class ModuleFunctions:
                 shadow.look()
             for entries, name, mine in own:
                 entries[name] = mine
+
+
+def problem_of(functions: ModuleFunctions, batch: dict[str, Any], upper_set: ConvexSet, lower_set: ConvexSet) -> BilevelProblem:
+    """Return f and g on a batch ``{"upper": ..., "lower": ...}``: the losses of a module, summed over chunks by their shares."""
+    call = functions.call
+    has_features = functions.module.lower_features is not None
+    has_outputs = functions.module.lower_outputs is not None
+
+    def upper_loss(part: Any) -> Function:
+        return lambda x, y: call("upper_loss", part, x=x, y=y)
+
+    def lower_loss(part: Any) -> Function:
+        if has_features:
+            return lambda features, y: call("lower_loss", part, features, y=y)
+        if has_outputs:
+            return lambda x, outputs: call("lower_loss", part, outputs, x=x)
+        return lambda x, y: call("lower_loss", part, x=x, y=y)
+
+    def features(part: Any) -> Part:
+        return lambda x: call("lower_features", part, x=x)
+
+    def outputs(part: Any) -> Part:
+        return lambda y: call("lower_outputs", part, y=y)
+
+    upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
+    return BilevelProblem(
+        [weighted(upper_loss(part), share) for part, share in zip(upper.batches, upper.shares, strict=True)],
+        [weighted(lower_loss(part), share) for part, share in zip(lower.batches, lower.shares, strict=True)],
+        upper_set,
+        lower_set,
+        features=[features(part) for part in lower.batches] if has_features else None,
+        outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
+    )

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate
-from lightning_bilevel.core.chunks import Chunks, as_chunks
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
@@ -28,7 +28,7 @@ from lightning_bilevel.plugin.checkpoints import (
 )
 from lightning_bilevel.plugin.checks import check_all_declared, check_optimizer, check_own, check_trainer
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
-from lightning_bilevel.plugin.functional import Declared
+from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.processes import check_same_point, shared_problem
 from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.run import Run
@@ -140,21 +140,7 @@ class BilevelMixin:
         declared = self._declared()
         check_batch(type(self).__name__, batch)
         functions = self._run.buffers.functions_of(self._module(), declared)
-        upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
-
-        def terms(make: Callable[..., Any], method: str, chunks: Chunks) -> list[Any]:
-            return [make(method, part, scale=weight) for part, weight in zip(chunks.batches, chunks.shares, strict=True)]
-
-        encoded, split = self.lower_features is not None, self.lower_outputs is not None
-        make = functions.decoder if encoded else functions.weighing if split else functions.function
-        return BilevelProblem(
-            terms(functions.function, "upper_loss", upper),
-            terms(make, "lower_loss", lower),
-            declared.upper.feasible,
-            declared.lower.feasible,
-            encoder=[functions.encoder("lower_features", part) for part in lower.batches] if encoded else None,
-            body=[functions.body("lower_outputs", part) for part in lower.batches] if split else None,
-        )
+        return problem_of(functions, batch, declared.upper.feasible, declared.lower.feasible)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +60,7 @@ def shared_problem(
         upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
         lower, of_lower = part_of(batch["lower"], trainer.global_rank, world)
         part = {**batch, "upper": upper, "lower": lower}
-        spread = problem_on(part).spread(of_upper, of_lower, total)
+        spread = problem_on(part).on_this_rank(of_upper, of_lower, total)
         try:
             if point is not None:
                 check_parts(name, whole, spread, *point, batch, part)
@@ -74,7 +73,7 @@ def shared_problem(
                 "all of it, which takes as long as one process. Normalise by group or layer to share the work, or "
                 "synchronise on GPUs with `Trainer(sync_batchnorm=True)`."
             )
-    return problem_on(batch).spread(1 / world, 1 / world, total), batch
+    return problem_on(batch).on_this_rank(1 / world, 1 / world, total), batch
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -219,10 +218,8 @@ def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tu
             raise _PartError
         return total(tensor)
 
-    watched = copy.copy(spread)
-    watched.reduce = meet
     try:
-        return level(watched, x, y)
+        return level(spread.on_this_rank(1.0, 1.0, meet), x, y)
     except Exception as error:
         if met:
             raise
@@ -242,10 +239,4 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
-    swapped = copy.copy(problem)
-    same: list[Any] = [lambda v: v] * len(problem.lower_terms)
-    parts = zip(problem.lower_terms, problem.encoders or same, problem.bodies or same, strict=True)
-    swapped.upper_terms = [
-        lambda x, y, term=term, encode=encode, body=body: term(encode(x), body(y)) for term, encode, body in parts
-    ]
-    return _upper(swapped, x, y)
+    return _upper(BilevelProblem(problem.lower_terms, problem.lower_terms, reduce=problem.reduce), x, y)

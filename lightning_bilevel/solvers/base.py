@@ -155,7 +155,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["inner_iterations"] += info.inner_iterations
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too: what stops by it stops them all in the same iteration.
-        memory["optimization_time"] += problem.agreed(time.perf_counter() - began, new_x)
+        memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return replace(
             info,
             iteration=memory["iteration"],
@@ -210,7 +210,7 @@ class BilevelOptimizer(Optimizer, ABC):
         """Return x and y: the very tensors of the last iteration if problem and parameters are still the same."""
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         # A process that evaluates anew what another one knows would wait for it for ever.
-        unchanged = problem.agreed(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
+        unchanged = problem.mean_over_ranks(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
         return self._point[1:] if unchanged and self._point else self._read(problem)
 
     def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

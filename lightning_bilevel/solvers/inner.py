@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_bilevel.core.problem import LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.steps import plain

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.moreau import projected_step, slope_of_psi
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.prox import projected_step, slope_of_psi
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer

@@ -32,8 +32,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap, inexact_prox
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.ivsp.constants import PAPER, left_out
 

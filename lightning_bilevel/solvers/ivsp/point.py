@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.moreau import evaluate_gap, inexact_prox
-from lightning_bilevel.core.problem import BilevelProblem, LowerLevel, Upper
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.moreau import evaluate_gap
+from lightning_bilevel.core.problem import BilevelProblem, Upper
+from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.constants import Constants
 
 __all__ = ["Evaluator", "Point"]

@@ -1,0 +1,233 @@
+r"""The lower level g(x, .), in the parts that depend on x alone and on y alone.
+
+.. math:: g(x, y) = \sum_{\text{chunks}} \text{loss}(\text{features}(x), \text{outputs}(y))
+
+Features are computed once per x, outputs once for a y that is asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.leaves import map_tensors
+from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
+from lightning_bilevel.core.stamp import Stamp
+
+__all__ = ["Function", "Gap", "LowerLevel", "LowerTerm", "Part", "RecentPoints", "nothing", "rescaled", "weighted"]
+
+# A function of x and y; and a part of g, which is a function of one of them.
+Function = Callable[[Any, Any], Tensor]
+Part = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class LowerTerm:
+    """g on one chunk of the data: loss(features(x), outputs(y)).
+
+    Attributes:
+        loss: What is left of g; all of it, a function of x and y, where there is no part.
+        features: The part of g that depends on x alone; None takes x as it is.
+        outputs: The part of g that depends on y alone; None takes y as it is.
+    """
+
+    loss: Function
+    features: Part | None = None
+    outputs: Part | None = None
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.features_at(x), self.outputs_at(y))
+
+    def features_at(self, x: Tensor) -> Any:
+        """Return features(x)."""
+        return x if self.features is None else self.features(x)
+
+    def outputs_at(self, y: Tensor) -> Any:
+        """Return outputs(y)."""
+        return y if self.outputs is None else self.outputs(y)
+
+    def in_units(self, upper: float, lower: float) -> LowerTerm:
+        """Return the same in the variables u, v with x = upper * u and y = lower * v."""
+        # A part takes the unit of its variable; without it the loss does.
+        loss = rescaled(self.loss, upper if self.features is None else 1.0, lower if self.outputs is None else 1.0)
+        return LowerTerm(loss, _part_in_unit(self.features, upper), _part_in_unit(self.outputs, lower))
+
+    def weighted(self, weight: float) -> LowerTerm:
+        """Return weight * g."""
+        return LowerTerm(weighted(self.loss, weight), self.features, self.outputs)
+
+
+class Gap(NamedTuple):
+    """g(x, y) and g(x, z), and the gradients of their difference in x and of g(x, y) in y."""
+
+    value_y: float
+    value_z: float
+    grad_x: Tensor
+    grad_y: Tensor
+
+
+class _Point(NamedTuple):
+    """A point y as a leaf; and outputs(y) with its graph, if that is shared by several passes."""
+
+    stamp: Stamp
+    leaf: Tensor
+    shared: Any = None
+
+    def outputs(self, term: LowerTerm, *, constant: bool = False) -> Any:
+        """Return what the loss takes of y, without a graph if it is to be a constant."""
+        if self.shared is not None:
+            return map_tensors(Tensor.detach, self.shared) if constant else self.shared
+        return term.outputs_at(self.leaf.detach() if constant else self.leaf)
+
+
+class RecentPoints:
+    """The points y that were asked for last, at whatever x, each with outputs(y) and its graph; the newest last."""
+
+    def __init__(self) -> None:
+        self._points: list[_Point] = []
+
+    def at(self, y: Tensor, outputs: Part | None, remember: bool) -> _Point:
+        """Return y as a leaf, with outputs(y) if that is known or to be remembered."""
+        found = next((point for point in self._points if point.stamp.is_still(y)), None)
+        if outputs is None or (found is None and not remember):
+            return _Point(Stamp(y), leaf(y))
+        # Two points are what a gap needs; the older one goes before a new one is made, so that there are never three graphs.
+        self._points = [point for point in self._points if point is not found][-1:]
+        if found is None:
+            made = leaf(y)
+            with torch.enable_grad():
+                found = _Point(Stamp(y), made, outputs(made))
+        self._points.append(found)
+        return found
+
+    def forget(self) -> None:
+        """Keep nothing of any point."""
+        self._points = []
+
+
+class LowerLevel:
+    """g(x, .) at a fixed x; what depends on x alone is computed once.
+
+    Args:
+        terms: g, one term per chunk.
+        x: The upper-level variables.
+        passes: How terms are summed, and where evaluations are counted.
+        recent: The points that are known already, also from another x.
+    """
+
+    def __init__(self, terms: Sequence[LowerTerm], x: Tensor, passes: Passes, recent: RecentPoints) -> None:
+        self.x = leaf(x)
+        self._stamp = Stamp(x)
+        self._terms = terms
+        self._passes = passes
+        self._recent = recent
+        # With several chunks no outputs are shared: the graphs of all chunks together are what does not fit into memory.
+        self._outputs = terms[0].outputs if len(terms) == 1 else None
+        # Features with their graph, for the first gap; with several chunks they are computed again chunk by chunk, for the
+        # same reason.
+        self._graph: Any = None
+        self._features: list[Any]
+        # A point whose gradient was to be kept, and the gradient.
+        self._kept: tuple[Stamp, Tensor] | None = None
+        if len(terms) == 1 and terms[0].features is not None:
+            with torch.enable_grad():
+                self._graph = terms[0].features(self.x)
+            self._features = [map_tensors(Tensor.detach, self._graph)]
+        else:
+            with torch.no_grad():
+                self._features = [map_tensors(Tensor.detach, term.features_at(self.x)) for term in terms]
+
+    def is_at(self, x: Tensor) -> bool:
+        """Tell whether this is g(x, .): x is the same tensor, and unchanged."""
+        return self._stamp.is_still(x)
+
+    def value(self, z: Tensor) -> float:
+        """Return g(x, z); no gradient, and not counted as a pass."""
+        return self._passes.value("g", self._at(self._point(z)), (self.x, z))
+
+    def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
+        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
+        return self.value_and_gradient(z, keep)[1]
+
+    def value_and_gradient(self, z: Tensor, keep: bool = False) -> tuple[float, Tensor]:
+        """Return g(x, z) and the gradient of g(x, .) at z, and keep it as :meth:`gradient` does."""
+        self._passes.calls += Calls(lower=1)
+        # Points inside an inner loop are visited once, so they are not remembered.
+        point = self._point(z, remember=keep)
+        retain = point.shared is not None
+        value, (grad,) = self._passes.differentiate("g", self._at(point), (point.leaf,), retain=retain)
+        slope = coupled("g", grad)
+        if keep:
+            self._kept = point.stamp, slope
+        return value, slope
+
+    def gap(self, y: Tensor, z: Tensor) -> Gap:
+        """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one backward pass."""
+        point = self._point(y)
+        if self._kept is not None and self._kept[0].is_still(y):
+            # The gradient in y is known, so the backward pass goes to x only.
+            (value_y, value_z), (grad_x,) = self._difference(point, z, (self.x,))
+            grad_y = self._kept[1]
+        else:
+            (value_y, value_z), (grad_x, new) = self._difference(point, z, (self.x, point.leaf))
+            grad_y = coupled("g", new)
+        return Gap(value_y, value_z, or_zeros(grad_x, self.x), grad_y)
+
+    def gap_x(self, y: Tensor, z: Tensor) -> tuple[float, Tensor]:
+        """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
+        (value_y, _), (grad,) = self._difference(self._point(y), z, (self.x,))
+        return value_y, or_zeros(grad, self.x)
+
+    def _point(self, y: Tensor, remember: bool = True) -> _Point:
+        return self._recent.at(y, self._outputs, remember)
+
+    def _at(self, point: _Point) -> list[Callable[[], Tensor]]:
+        """The terms of g at a point, where x is a constant."""
+
+        def evaluate(term: LowerTerm, features: Any) -> Tensor:
+            return term.loss(features, point.outputs(term))
+
+        return [partial(evaluate, term, features) for term, features in zip(self._terms, self._features, strict=True)]
+
+    def _difference(self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[tuple[float, float], list[Tensor | None]]:
+        """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
+        other = self._point(z)
+        self._passes.calls += Calls(gap=1)
+        graph, self._graph = self._graph, None
+        in_x_alone = len(inputs) == 1
+
+        def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
+            features = term.features_at(self.x) if graph is None else graph
+            first = term.loss(features, y.outputs(term, constant=in_x_alone))
+            return first, term.loss(features, other.outputs(term, constant=True))
+
+        pairs = [partial(pair, term) for term in self._terms]
+        return self._passes.differentiate_difference("g", pairs, inputs, retain=y.shared is not None)
+
+
+def rescaled(function: Function, upper: float, lower: float) -> Function:
+    """Return (u, v) -> function(upper * u, lower * v)."""
+    if upper == lower == 1.0:
+        return function
+    if upper == 1.0:
+        return lambda u, v: function(u, lower * v)
+    return lambda u, v: function(upper * u, v if lower == 1.0 else lower * v)
+
+
+def weighted(function: Function, weight: float) -> Function:
+    """Return weight * function."""
+    return function if weight == 1.0 else lambda x, y: weight * function(x, y)
+
+
+def nothing(x: Any, y: Tensor) -> Tensor:
+    """The function of a process that has no data."""
+    return y.new_zeros(())
+
+
+def _part_in_unit(part: Part | None, unit: float) -> Part | None:
+    return part if part is None or unit == 1.0 else lambda v: part(unit * v)

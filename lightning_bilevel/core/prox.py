@@ -1,0 +1,220 @@
+r"""The two inner loops that minimise psi: one for solvers, which know constants of g, and one for evaluations, which know none.
+
+.. math:: \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.errors import InnerLoopError, NonFiniteError
+from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.core.vectors import dot, norm, squared_distance
+
+__all__ = ["inexact_prox", "precise_prox", "projected_step", "slope_of_psi"]
+
+# A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
+_DIVERGED = 10.0
+_MAX_HALVINGS = 60
+# So many iterations without a new smallest residual are looked into.
+_STALLED = 100
+# A gradient is exact up to some tens of roundings of its largest terms.
+_NOISE = 50.0
+# A shorter step keeps clear of points where g is not defined; after so many attempts it is the start that is too near to them.
+_MAX_UNDEFINED = 3
+
+
+def inexact_prox(
+    lower: LowerLevel,
+    y: Tensor,
+    z: Tensor,
+    zeta: float,
+    envelope: Envelope,
+    lower_set: ConvexSet,
+    *,
+    L_yy: float,
+    halvings: int = 0,
+    max_inner: int = 10_000,
+    accelerated: bool = False,
+) -> tuple[Tensor, int]:
+    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm 2).
+
+    .. math::
+        z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
+        \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
+
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls while the curvature is above
+    :math:`1/\eta`, says that L_yy is too small for g here: the step is then halved and the loop starts again.
+
+    Accelerated, the next iteration starts from :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
+    :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex functions): about the square
+    root of as many iterations where rho L_yy is large. The stopping rule holds from any point, so it is the same.
+
+    Args:
+        lower: g(x, .).
+        y: The centre of the proximal term.
+        z: Where to start.
+        zeta: The accuracy.
+        envelope: rho, sigma and delta.
+        lower_set: Y.
+        L_yy: The Lipschitz constant of the gradient of g(x, .).
+        halvings: How often the step has been halved so far.
+        max_inner: The cap on iterations.
+        accelerated: Whether to use Nesterov's momentum.
+
+    Returns:
+        The point, and how often the step has been halved.
+    """
+    eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
+    tolerance = math.sqrt(2 * envelope.modulus * zeta)
+    start, before, residual = z, z, math.inf
+    watch = _Watch(y, envelope.rho)
+    done = undefined = 0
+    while done < max_inner and halvings <= _MAX_HALVINGS:
+        done += 1
+        try:
+            slope = lower.gradient(z)
+        except NonFiniteError:
+            undefined += 1
+            if z is start or undefined > _MAX_UNDEFINED:
+                raise
+            verdict = _Verdict.TOO_LONG
+        else:
+            direction = slope_of_psi(slope, z, y, envelope.rho)
+            new = projected_step(z, direction, eta, lower_set)
+            residual = math.sqrt(squared_distance(z, new)) / eta
+            if residual <= tolerance or residual * eta <= _rounding(z):
+                return new, halvings
+            verdict = watch.see(residual, eta, z, slope, direction)
+            if verdict is _Verdict.ROUNDED:
+                return new, halvings
+            z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta)) if accelerated else new
+            before = new
+            # Neither is needed at the next gradient, where memory is scarcest.
+            del slope, direction
+        if verdict is _Verdict.TOO_LONG:
+            halvings += 1
+            eta /= 2
+            z = before = start
+            watch = _Watch(y, envelope.rho)
+    raise InnerLoopError(
+        f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
+        f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
+        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger. A lower level with "
+        "a kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With mini-batches, batch "
+        "normalisation makes g another function at every step: switch it to evaluation, or normalise otherwise."
+    )
+
+
+class _Verdict(Enum):
+    FINE = auto()
+    # The residual is what rounding leaves of two terms that cancel: no step makes it smaller.
+    ROUNDED = auto()
+    TOO_LONG = auto()
+
+
+class _Watch:
+    """Tells from the residuals whether a step is right: then they fall every time."""
+
+    def __init__(self, y: Tensor, rho: float) -> None:
+        self.y = y
+        self.rho = rho
+        self.first: float | None = None
+        self.best = math.inf
+        self.since_best = 0
+        self.previous: tuple[Tensor, Tensor] | None = None
+
+    def see(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+        """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient ``direction``."""
+        self.since_best = 0 if residual < self.best else self.since_best + 1
+        self.best = min(residual, self.best)
+        if self.first is None:
+            self.first = residual
+        if not residual <= _DIVERGED * self.first:
+            return _Verdict.TOO_LONG
+        verdict = _Verdict.FINE
+        if self.since_best >= _STALLED:
+            verdict = self._look(residual, eta, z, slope, direction)
+            self.since_best = 0
+        # The vectors that the look at a stall needs are kept only where it is near.
+        self.previous = (z, direction) if self.since_best >= _STALLED - 1 else None
+        return verdict
+
+    def _look(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+        """Tell why the residual no longer falls: by rounding (so is the curvature then), or because g is too curved for eta."""
+        if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - self.y) / self.rho):
+            return _Verdict.ROUNDED
+        if self.previous is not None and _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3:
+            return _Verdict.TOO_LONG
+        return _Verdict.FINE
+
+
+def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:
+    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`, where ``root`` is :math:`\sqrt{m\eta}`."""
+    return torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
+
+
+def precise_prox(
+    lower: LowerLevel,
+    y: Tensor,
+    rho: float,
+    lower_set: ConvexSet,
+    *,
+    tolerance: float = 1e-3,
+    max_iterations: int = 20_000,
+) -> Tensor:
+    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no constant of g.
+
+    This is the evaluation that every method is measured with: it uses none of a solver's constants. With
+    :math:`d = z^+ - z`, a step :math:`\eta` is kept if
+    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
+    :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
+    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when rounding leaves no more.
+    """
+    z, eta = y, rho
+    slope = direction = lower.gradient(z)
+    noise = _NOISE * torch.finfo(y.dtype).eps
+    for _ in range(max_iterations):
+        new = projected_step(z, direction, eta, lower_set)
+        length = math.sqrt(squared_distance(new, z))
+        if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
+            return z
+        new_slope = lower.gradient(new)
+        new_direction = slope_of_psi(new_slope, new, y, rho)
+        if _curvature(new, new_direction, z, direction) <= 1 / eta:
+            z, slope, direction = new, new_slope, new_direction
+        else:
+            eta /= 2
+    raise InnerLoopError(
+        f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
+        f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
+    )
+
+
+def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
+    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the first part."""
+    # In one vector: memory that is new to the process costs more than arithmetic in it.
+    away = torch.sub(z, y)
+    return torch.add(slope, away, alpha=1 / rho, out=away)
+
+
+def projected_step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSet) -> Tensor:
+    r"""Return :math:`P_Y(z - \eta d)`."""
+    return lower_set.project(torch.sub(z, direction, alpha=eta))
+
+
+def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
+    """The curvature of psi between two points, <difference of slopes, step> / |step|^2."""
+    step = z - previous_z
+    return dot(slope - previous_slope, step) / max(dot(step, step), 1e-300)
+
+
+def _rounding(z: Tensor) -> float:
+    """The shortest step from z that the dtype still resolves."""
+    return torch.finfo(z.dtype).eps * norm(z)
