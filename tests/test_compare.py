@@ -95,19 +95,19 @@ def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch:
 
     out = tmp_path / "out"
     call = ["compare", str(small / "ivsp.yaml"), "--budget", "400ms", "--out", str(out), "--evaluations", "4"]
-    monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
-    evaluate = module._Recorder.on_validation_end
+    monkeypatch.setattr(module.Recorder, "SAVE_EVERY", 0.0)
+    evaluate = module.Recorder.on_validation_end
 
     def interrupted(self: Any, *args: Any) -> None:
         evaluate(self, *args)
         if len(self.result.rows) == 2:
             raise SystemExit(1)  # not an Exception: as a kill would, it leaves no result behind
 
-    monkeypatch.setattr(module._Recorder, "on_validation_end", interrupted)
+    monkeypatch.setattr(module.Recorder, "on_validation_end", interrupted)
     with pytest.raises(SystemExit):
         main(call)
     saved = torch.load(out / "ivsp" / "state.pt", weights_only=True)["rows"]
-    monkeypatch.setattr(module._Recorder, "on_validation_end", evaluate)
+    monkeypatch.setattr(module.Recorder, "on_validation_end", evaluate)
     main(call)
     finished = json.loads((out / "ivsp" / "result.json").read_text())["rows"]
     assert finished[:2] == saved

@@ -202,7 +202,7 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     from lightning_bilevel.cli import compare as module
 
-    monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(module.Recorder, "SAVE_EVERY", 0.0)
     call = ["compare", str(HERE.parent / "configs/synthetic/ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]
     call += ["--out", str(tmp_path / "out")]
     replace = os.replace

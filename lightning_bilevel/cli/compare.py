@@ -11,22 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
+from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.messages import own_error, parsing_error
+from lightning_bilevel.cli.recorder import Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["compare", "main"]
 
@@ -60,48 +58,6 @@ class _Config:
             "data": values["data"],
             "precision": str(values["trainer"]["precision"]),
         }
-
-
-class _Recorder(Callback):
-    """Evaluates every method alike, takes it down, and saves the run so that it can go on from there."""
-
-    SAVE_EVERY = 10.0
-
-    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None], envelope: Envelope | None) -> None:
-        self.result, self.folder, self.shown, self.envelope = result, folder, shown, envelope
-        self.saved = 0.0
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        state = self.folder / "state.pt"
-        if state.exists():
-            saved = torch.load(state, weights_only=True)
-            pl_module.load_state_dict(saved["model"])
-            trainer.optimizers[0].load_state_dict(saved["optimizer"])
-            self.result.rows = saved["rows"]
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.shown(pl_module.last_step.optimization_time)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate after the validation, which there is none of without validation data or a ``validation_step``."""
-        if pl_module.last_step is None:
-            return
-        solver = trainer.optimizers[0]
-        assert isinstance(solver, BilevelOptimizer)
-        row = {
-            "iteration": solver.memory["iteration"],
-            "optimization_time": solver.memory["optimization_time"],
-            "passes": solver.memory["passes"],
-        }
-        row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
-        certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
-        if certificate is not None:
-            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
-        self.result.rows.append(row)
-        if trainer.is_global_zero and row["optimization_time"] - self.saved >= self.SAVE_EVERY:
-            state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
-            write_whole(self.folder / "state.pt", lambda file: torch.save(state, file))
-            self.saved = row["optimization_time"]
 
 
 class _TimedEpochs:
@@ -183,7 +139,7 @@ def _run(
     trainer, module = cli.trainer, cli.model
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
     # IVSP is evaluated with the envelope that its config gives; where it chooses one in the run, with the declared one.
-    recorder = _Recorder(result, folder, shown, module.envelope if config.solver == "IVSP" else envelope)
+    recorder = Recorder(result, folder, shown, module.envelope if config.solver == "IVSP" else envelope)
     trainer.callbacks += [OptimizationBudget(budget), recorder]
 
     def clock() -> float:
