@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["HyperCleaning", "retrain"]
+__all__ = ["HyperCleaning"]
 
 # The paper's: |x_i| <= M and |y_j| <= B_y.
 BOUND = 100.0
@@ -198,32 +197,6 @@ class HyperCleaning(BilevelModule):
             axis.set_title(f"{int(labels[i])} → {guess}", fontsize=9)
         figure.suptitle("lowest weights: given label → predicted label", fontsize=10)
         return figure
-
-
-def retrain(
-    classifier: nn.Module, images: Tensor, labels: Tensor, *, steps: int = 300, lr: float = 0.01, weight_decay: float = 1e-4
-) -> nn.Module:
-    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that cleaning has kept.
-
-    Args:
-        classifier: Whose layers the copy has; their parameters are drawn anew.
-        images: The images to train on.
-        labels: Their labels.
-        steps: Steps of Adam.
-        lr: Its step size.
-        weight_decay: Its weight decay.
-    """
-    fresh = copy.deepcopy(classifier)
-    for layer in fresh.modules():
-        reset = getattr(layer, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        cross_entropy(fresh(images), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return fresh
 
 
 class _SigmoidNetwork(nn.Sequential):
