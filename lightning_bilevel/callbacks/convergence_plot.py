@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway, run_folder
-from lightning_bilevel.callbacks.tensorboard import show_figure
+from lightning_bilevel.callbacks.tensorboard import show_pixels
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
@@ -124,4 +124,4 @@ class ConvergencePlot(CertificateMonitor):
         pixels = draw(self.series)
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / "convergence.png", lambda file: imsave(file, pixels, format="png"))
-        show_figure(trainer, "convergence", pixels, iteration)
+        show_pixels(trainer, "convergence", pixels, iteration)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import Chunks, as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.modules.figures import draw_episode
 from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
@@ -150,51 +152,25 @@ class FewShot(BilevelModule):
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
         logits = self.predict(episodes)
         wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
-        options |= {"prog_bar": True, "batch_size": len(logits)}
+        # Processes have the same batch, or parts of it: either way the mean over them is right.
+        options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
         self.log(f"{name}_loss", _loss(logits, episodes.query_labels), **options)
         self.log(f"{name}_error", wrong, **options)
 
     def on_train_end(self) -> None:
         """Show some validation episodes in TensorBoard."""
-        loggers = [logger for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)]
         episodes = getattr(getattr(self.trainer, "datamodule", None), "validation", None)
-        if loggers and isinstance(episodes, Episodes):
+        if isinstance(episodes, Episodes):
             for number in range(min(3, len(episodes.support))):
-                figure = self.episode_figure(Episodes(*(tensor[number : number + 1] for tensor in episodes)))
-                for logger in loggers:
-                    logger.experiment.add_figure(f"validation episode {number}", figure, global_step=self.trainer.global_step)
+                one = Episodes(*(tensor[number : number + 1] for tensor in episodes))
+                draw = partial(self.episode_figure, one)
+                show_figure(self.trainer, f"validation episode {number}", draw, self.trainer.global_step)
 
     def episode_figure(self, episode: Episodes) -> Any:
         """Draw one episode: in each row the support of a class and its queries, those in a frame taken for another class."""
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-
         with torch.no_grad():
-            guesses = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))[0].argmax(-1).tolist()
-        support, support_labels, query, query_labels = (tensor[0].cpu() for tensor in episode)
-        # One picture of all images: as many axes as images would take seconds to draw.
-        side, columns = self.image_size + 4, (len(support) + len(query)) // self.ways
-        sheet = torch.zeros(self.ways * side, columns * side)
-        figure = Figure(figsize=(0.6 * columns + 0.6, 0.6 * self.ways + 0.6), layout="constrained")
-        axis = figure.subplots()
-        for label in range(self.ways):
-            mine = [(support[i, 0], None) for i in (support_labels == label).nonzero().reshape(-1).tolist()]
-            mine += [(query[i, 0], guesses[i]) for i in (query_labels == label).nonzero().reshape(-1).tolist()]
-            for column, (image, guess) in enumerate(mine):
-                top, left = label * side + 2, column * side + 2
-                sheet[top : top + self.image_size, left : left + self.image_size] = image
-                if guess not in (None, label):
-                    axis.add_patch(Rectangle((left - 2, top - 2), side - 1, side - 1, fill=False, color="#D55E00", linewidth=1.5))
-                    axis.text(left + self.image_size, top + 5, str(guess), color="#D55E00", fontsize=9, ha="right", va="center")
-        axis.imshow(sheet.numpy(), cmap="gray_r")
-        axis.axvline(len(support) // self.ways * side - 0.5, color="0.5", linewidth=1)
-        axis.set_yticks([(row + 0.5) * side for row in range(self.ways)], [str(row) for row in range(self.ways)])
-        axis.set_xticks([])
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-        wrong = sum(guess != label for guess, label in zip(guesses, query_labels.tolist(), strict=True))
-        figure.suptitle(f"support | queries, {wrong} of {len(guesses)} taken for another class", fontsize=9)
-        return figure
+            logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
+        return draw_episode(episode, logits[0].argmax(-1).tolist())
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
