@@ -15,7 +15,7 @@ import yaml
 from test_trainer import events
 
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.cli.compare import _parse
+from lightning_bilevel.cli.configs import read_config
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
@@ -276,7 +276,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names arguments that exist; where its data are at hand, it makes a step."""
-    assert _parse(config).solver.lower() == config.stem.split("_")[0]
+    assert read_config(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
     if source in FOLDERS:

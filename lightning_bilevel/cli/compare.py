@@ -7,11 +7,10 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
 
@@ -20,44 +19,14 @@ from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
-from lightning_bilevel.cli.messages import own_error, parsing_error
+from lightning_bilevel.cli.configs import MethodConfig, check_same_task, find_configs, read_config
+from lightning_bilevel.cli.messages import own_error
 from lightning_bilevel.cli.recorder import Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
 
 __all__ = ["compare", "main"]
-
-
-@dataclass(frozen=True)
-class _Config:
-    """A config as it was resolved: the task that it poses and the solver that it names."""
-
-    name: str
-    text: str
-
-    @property
-    def values(self) -> dict[str, Any]:
-        resolved: dict[str, Any] = yaml.safe_load(self.text)
-        return resolved
-
-    @property
-    def solver(self) -> str:
-        return str(self.values["model"]["init_args"]["solver"]["class_path"]).rsplit(".", 1)[-1]
-
-    @property
-    def task(self) -> dict[str, Any]:
-        """All that decides data, split and start."""
-        values = self.values
-        # Neither the solver nor the unit that it measures a level in changes the problem, and an envelope is for evaluation.
-        for how in ("solver", "upper_unit", "lower_unit", "envelope"):
-            values["model"]["init_args"].pop(how, None)
-        return {
-            "seed_everything": values["seed_everything"],
-            "model": values["model"],
-            "data": values["data"],
-            "precision": str(values["trainer"]["precision"]),
-        }
 
 
 class _TimedEpochs:
@@ -94,8 +63,8 @@ def compare(
         log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
         allow_different_tasks: Compare although data or start differ.
     """
-    parsed = [_parse(path) for path in _files(configs)]
-    _check_same_task(parsed, allow_different_tasks)
+    parsed = [read_config(path) for path in find_configs(configs)]
+    check_same_task(parsed, allow_different_tasks)
     _check_folder(out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced})
     times = [budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations) for i in range(evaluations)]
     envelope = next((_build(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
@@ -128,7 +97,12 @@ def _first() -> bool:
 
 
 def _run(
-    out: Path, config: _Config, budget: float, times: Sequence[float], envelope: Envelope | None, shown: Callable[[float], None]
+    out: Path,
+    config: MethodConfig,
+    budget: float,
+    times: Sequence[float],
+    envelope: Envelope | None,
+    shown: Callable[[float], None],
 ) -> MethodResult:
     folder = out / config.name
     done = folder / "result.json"
@@ -162,7 +136,7 @@ def _run(
     return result
 
 
-def _build(out: Path, config: _Config) -> Any:
+def _build(out: Path, config: MethodConfig) -> Any:
     """Make model, data and Trainer of a config, from the same seed every time."""
     options = ["max_epochs=-1", "max_steps=-1", "logger=false", "enable_checkpointing=false", "enable_progress_bar=false"]
     options += ["enable_model_summary=false", "num_sanity_val_steps=0", "check_val_every_n_epoch=1", f"default_root_dir={out}"]
@@ -172,7 +146,7 @@ def _build(out: Path, config: _Config) -> Any:
         return BilevelCLI(args, run=False)
 
 
-def _warm_up(out: Path, config: _Config) -> None:
+def _warm_up(out: Path, config: MethodConfig) -> None:
     """Make the process's first evaluations, which are slow, before anybody's time runs."""
     cli = _build(out, config)
     cli.trainer.callbacks.clear()
@@ -181,57 +155,7 @@ def _warm_up(out: Path, config: _Config) -> None:
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
 
 
-class _ParseOnly(BilevelCLI):
-    def instantiate_classes(self) -> None:
-        """Leave it at the parsed config."""
-
-
-def _parse(path: Path) -> _Config:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
-    except argparse.ArgumentError as error:
-        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
-    parsed = _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
-    model = parsed.values["model"]
-    if not isinstance((model.get("init_args") or {}).get("solver"), dict):
-        raise ValueError(
-            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver by the config: give its "
-            "`__init__` an argument `solver: SolverCallable = IVSP`, hand it to `declare`, and name the solver there."
-        )
-    return parsed
-
-
-def _files(paths: Sequence[Path]) -> list[Path]:
-    found = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(
-                f"`compare {path}`: there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them."
-            )
-        found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    if not found:
-        raise ValueError(f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it.")
-    names = [path.stem for path in found]
-    double = sorted({name for name in names if names.count(name) > 1})
-    if double:
-        raise ValueError(f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own.")
-    return found
-
-
-def _check_same_task(configs: Sequence[_Config], allowed: bool) -> None:
-    first = configs[0]
-    for other in configs[1:]:
-        wrong = [f"{key} ({other.task[key]!r}, not {value!r})" for key, value in first.task.items() if other.task[key] != value]
-        if wrong and not allowed:
-            raise ValueError(
-                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The comparison would be unfair; with "
-                "--allow-different-tasks it is made all the same."
-            )
-
-
-def _check_folder(out: Path, configs: Sequence[_Config], protocol: dict[str, Any]) -> None:
+def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
     """Claim an empty folder for this comparison, or recognise it as this comparison's."""
     identity = {**protocol, "task": configs[0].task}
     note = out / "comparison.json"
