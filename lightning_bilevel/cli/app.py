@@ -24,11 +24,14 @@ from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
 from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.cli.trainer import BilevelTrainer
+from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.mixin import BilevelMixin
 
 __all__ = ["BilevelCLI"]
+
+# The commands that train nothing and leave no file.
+_LOOKING = ("certify", "probe")
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -94,33 +97,54 @@ class BilevelCLI(LightningCLI):
             raise
 
     @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # As plain classes: what Lightning knows as a callback, it would add even where the config names another one.
+        parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
+        parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self.subcommand in _LOOKING:
+            self.save_config_callback = None
+
+    def callbacks(self, named: list[Callback]) -> list[Callback]:
+        """Return the callbacks of the Trainer, besides its own.
+
+        Args:
+            named: Those that the config names. A monitor that is among them is not added; the certificate comes last, of the
+                point that remains.
+        """
+        # A subclass may have left either out of its parser.
+        configured = [self._settings.get(key) for key in ("moreau_gap", "certificate")]
+        if self.subcommand in _LOOKING:
+            return [callback for callback in configured if isinstance(callback, CertificateReport)]
+        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
+        kinds = {type(None), *map(type, named)}
+        return [*named, *(callback for callback in watching if type(callback) not in kinds)]
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        named = self._get(self.config_init, "trainer.callbacks") or []
-        given = list(named) if isinstance(named, list) else [named]  # a copy: the Trainer adds its own to the list
+        given = self._settings["trainer"]["callbacks"] or []
+        named = list(given) if isinstance(given, list) else [given]
+        if self.subcommand in _LOOKING:
+            kwargs |= WITHOUT_STEPS
         try:
-            trainer = super().instantiate_trainer(**kwargs)
-            Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+            trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
+            if self.subcommand not in _LOOKING:
+                Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError, ValueError) as error:
             raise MisconfigurationException(f"`Trainer` cannot be made: {own_error(error) or error}") from error
         bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
-        if type(bar) in (TQDMProgressBar, RichProgressBar):  # Lightning's default; a bar of the user's own stays
+        if type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named:  # Lightning's default; the user's own stays
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
         for index, callback in enumerate(callbacks):
-            if type(callback) is ModelCheckpoint and callback not in given:  # likewise
+            if type(callback) is ModelCheckpoint and callback not in named:  # likewise
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer
 
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(MoreauGapMonitor, "moreau_gap")
-        parser.add_lightning_class_args(CertificateReport, "certificate")
-
-    @override
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add the monitors, except where the config names one itself; the certificate comes last, of the point that remains."""
-        given = config.get("callbacks") or []
-        named = {type(callback) for callback in (given if isinstance(given, list) else [given])}
-        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *callbacks]
-        return super()._instantiate_trainer(config, [callback for callback in watching if type(callback) not in named])
+    @property
+    def _settings(self) -> Any:
+        """The config of the command, with its objects made."""
+        return self.config_init if self.subcommand is None else self.config_init[self.subcommand]

@@ -8,15 +8,28 @@ from typing import Any, cast
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
 from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.core.certificate import Certificate, table
 from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["BilevelTrainer"]
+__all__ = ["WITHOUT_STEPS", "BilevelTrainer"]
+
+# The arguments of a Trainer that restores a run to look at it, and leaves no file. A checkpoint may be of any epoch.
+WITHOUT_STEPS: dict[str, Any] = {
+    "limit_train_batches": 0,
+    "max_epochs": -1,
+    "fast_dev_run": False,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class BilevelTrainer(Trainer):
@@ -44,8 +57,7 @@ class BilevelTrainer(Trainer):
             raise MisconfigurationException(f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint.")
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
-        report = CertificateReport()
-        batch = self._set_up(report, model, datamodule, ckpt_path, weights_only)
+        batch = self._restore(model, datamodule, ckpt_path, weights_only)
         certificate = model.certify(batch=batch, tolerance=tolerance)
         if certificate is None:
             raise MisconfigurationException(
@@ -54,17 +66,25 @@ class BilevelTrainer(Trainer):
         if self.is_global_zero:
             solver = solver_of(self)
             title = f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}"
-            print(as_text(title, certificate, report.tally, solver))
+            print(as_text(title, certificate, self._tally(), solver))
         return certificate
 
-    def probe(self, model: BilevelMixin, datamodule: LightningDataModule) -> list[tuple[str, str]]:
+    def probe(
+        self,
+        model: BilevelMixin,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> list[tuple[str, str]]:
         """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
 
         Args:
             model: The module, with any solver. The relaxation delta is that of its envelope, or 1e-3.
             datamodule: Its data.
+            ckpt_path: Not used, as constants are chosen at the start of a run; the config that ``fit`` saves has it.
+            weights_only: Not used; likewise.
         """
-        batch = self._set_up(CertificateReport(), model, datamodule, None, None)
+        batch = self._restore(model, datamodule)
         own, (x, y) = solver_of(self), model.point
         envelope = own.envelope or model.envelope
         levels = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
@@ -76,21 +96,35 @@ class BilevelTrainer(Trainer):
         if self.is_global_zero:
             print(table(f"IVSP on {type(model).__name__}, delta {solver.constants['delta']:g}: what it would choose", shown))
             print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
+            if ckpt_path is not None:
+                print(f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a run.")
         return rows
 
-    def _set_up(
+    def _tally(self) -> Tally:
+        """Return the counts of the restored run, which its report had."""
+        callbacks: list[Callback] = cast(Any, self).callbacks
+        reports = [callback for callback in callbacks if isinstance(callback, CertificateReport)]
+        return reports[0].tally if reports else Tally()
+
+    def _restore(
         self,
-        report: CertificateReport,
         model: BilevelMixin,
         datamodule: LightningDataModule,
-        ckpt_path: str | None,
-        weights_only: bool | None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
     ) -> Any:
-        """Do all of a fit but the steps, and return its batch: module and solver are as they were when it was saved."""
-        self.callbacks, self.loggers, self.limit_train_batches = [report], [], 0
-        self.fit_loop.max_epochs = -1
+        """Do all of a fit but the steps, and return its batch.
+
+        Module, solver and callbacks are as they were when the checkpoint was saved.
+        """
+        if self.limit_train_batches != 0:
+            raise MisconfigurationException(
+                f"`BilevelTrainer(limit_train_batches={self.limit_train_batches})` would train: what only looks is done by a "
+                "`BilevelTrainer(**WITHOUT_STEPS)`."
+            )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-            self.fit(cast(LightningModule, model), datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+            module = cast(LightningModule, model)
+            self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
         return move_data_to_device(batch, self.strategy.root_device)
