@@ -6,42 +6,69 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
+from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
+from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
 from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.configs import MethodConfig, check_same_task, find_configs, read_config
 from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.cli.recorder import Recorder
+from lightning_bilevel.cli.recorder import NEVER, Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
+from lightning_bilevel.core.errors import CheckpointError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
 
 __all__ = ["compare", "main"]
 
 
-class _TimedEpochs:
-    """A loader whose epochs end when the next evaluation is due, so that Lightning validates there."""
+# How often a run is saved, from where a comparison that was interrupted goes on.
+SAVE_EVERY: str | float = "10s"
 
-    def __init__(self, loader: Iterable[Any], times: Sequence[float], clock: Callable[[], float]) -> None:
-        self.loader, self.times, self.clock = loader, times, clock
 
-    def __iter__(self) -> Iterator[Any]:
-        due = next((t for t in self.times if t > self.clock()), float("inf"))
-        while True:
-            for batch in self.loader:
-                yield batch
-                if self.clock() >= due:
-                    return
+class _Method(BilevelCLI):
+    """Model, data and Trainer of a config, from the same seed every time.
+
+    The Trainer has what the comparison gives it, and nothing that watches, saves or shows a fit.
+
+    Args:
+        out: The folder of the comparison.
+        config: The config.
+        added: The comparison's callbacks.
+        options: Arguments of the Trainer, besides the usual ones of a comparison.
+    """
+
+    def __init__(self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any) -> None:
+        self.added = added
+        usual = {"max_epochs": -1, "max_steps": -1, "check_val_every_n_epoch": "null", "val_check_interval": NEVER}
+        usual |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), "false")
+        usual |= {"num_sanity_val_steps": 0, "default_root_dir": str(out), "enable_checkpointing": "true" if added else "false"}
+        options = {**usual, **options}
+        args = ["--config", str(out / config.name / "config.yaml"), *(f"--trainer.{k}={v}" for k, v in options.items())]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().__init__(args, run=False)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.save_config_callback = None  # it lies in the folder of the method already
+
+    @override
+    def callbacks(self, named: list[Callback]) -> list[Callback]:
+        others = (CertificateReport, Checkpoint, Monitor, ProgressBar)
+        return [*(callback for callback in named if not isinstance(callback, others)), *self.added]
 
 
 def compare(
@@ -67,7 +94,7 @@ def compare(
     check_same_task(parsed, allow_different_tasks)
     _check_folder(out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced})
     times = [budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations) for i in range(evaluations)]
-    envelope = next((_build(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
+    envelope = next((_Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
     _warm_up(out, parsed[0])
     results = []
     shape = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
@@ -109,50 +136,28 @@ def _run(
     if done.exists():
         return MethodResult(**json.loads(done.read_text()))
     result = MethodResult(config.name, config.solver)
-    cli = _build(out, config)
-    trainer, module = cli.trainer, cli.model
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
-    # IVSP is evaluated with the envelope that its config gives; where it chooses one in the run, with the declared one.
-    recorder = Recorder(result, folder, shown, module.envelope if config.solver == "IVSP" else envelope)
-    trainer.callbacks += [OptimizationBudget(budget), recorder]
-
-    def clock() -> float:
-        return float(trainer.optimizers[0].memory["optimization_time"])
-
-    class Timed(type(cli.datamodule)):  # type: ignore[misc]
-        def train_dataloader(self) -> _TimedEpochs:
-            return _TimedEpochs(super().train_dataloader(), times, clock)
-
-    cli.datamodule.__class__ = Timed
+    recorder, last = Recorder(times, shown, envelope), folder / "last.ckpt"
+    method = _Method(out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)])
+    if config.solver == "IVSP":
+        # The envelope that its config gives; where it chooses one in the run, the declared one.
+        recorder.envelope = method.model.envelope
     try:
-        trainer.fit(module, datamodule=cli.datamodule)
-    except OSError:
+        method.trainer.fit(method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None)
+    except (OSError, CheckpointError):
         raise  # a full disk is no fault of the method: called again, it goes on
     except Exception as error:  # one method that fails must not end the others; its row says why
         result.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    if trainer.is_global_zero:
+    result.rows = recorder.rows
+    if method.trainer.is_global_zero:
         write_whole(done, json.dumps(asdict(result)).encode())
-        (folder / "state.pt").unlink(missing_ok=True)
+        last.unlink(missing_ok=True)
     return result
-
-
-def _build(out: Path, config: MethodConfig) -> Any:
-    """Make model, data and Trainer of a config, from the same seed every time."""
-    options = ["max_epochs=-1", "max_steps=-1", "logger=false", "enable_checkpointing=false", "enable_progress_bar=false"]
-    options += ["enable_model_summary=false", "num_sanity_val_steps=0", "check_val_every_n_epoch=1", f"default_root_dir={out}"]
-    args = ["--config", str(out / config.name / "config.yaml"), *(f"--trainer.{option}" for option in options)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        return BilevelCLI(args, run=False)
 
 
 def _warm_up(out: Path, config: MethodConfig) -> None:
     """Make the process's first evaluations, which are slow, before anybody's time runs."""
-    cli = _build(out, config)
-    cli.trainer.callbacks.clear()
-    cli.trainer.fit_loop.epoch_loop.max_steps = 2
-    cli.trainer.limit_val_batches = 0
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    method = _Method(out, config, max_steps=2, limit_val_batches=0)
+    method.trainer.fit(method.model, datamodule=method.datamodule)
 
 
 def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
@@ -165,6 +170,11 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
     elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
         raise ValueError(f"`compare --out {out}`: that folder has something else in it; name an empty or a new one.")
     for config in configs:
+        if (out / config.name / "state.pt").exists():
+            raise ValueError(
+                f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of lightning-bilevel, and this one "
+                "cannot go on from it; delete it to start that method anew, or name another folder."
+            )
         resolved = out / config.name / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
             raise ValueError(f"`compare --out {out}`: {config.name} was run there with other settings; name another folder.")

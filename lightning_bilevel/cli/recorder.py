@@ -2,59 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import usual_tolerance
-from lightning_bilevel.cli.results import MethodResult
+from lightning_bilevel.callbacks.monitor import solver_of, usual_tolerance
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.files import write_whole
-from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["Recorder"]
+__all__ = ["NEVER", "Recorder"]
+
+# A `Trainer.val_check_batch` at which there is no validation.
+NEVER = sys.maxsize
 
 
 class Recorder(Callback):
-    """Evaluates every method alike, takes it down, and saves the run so that it can go on from there."""
+    """Evaluates a method when its optimisation time has come to given times.
 
-    SAVE_EVERY = 10.0
+    A validation belongs to an evaluation, if there are validation data and a ``validation_step``. The Trainer is asked for
+    one at the very iteration, whatever the length of its epochs: it must have been made with ``val_check_interval=NEVER`` and
+    ``check_val_every_n_epoch=None``. The rows are part of a checkpoint, so a run that was interrupted has them when it goes on.
 
-    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None], envelope: Envelope | None) -> None:
-        self.result, self.folder, self.shown, self.envelope = result, folder, shown, envelope
-        self.saved = 0.0
+    Args:
+        times: The times of the evaluations, in seconds of optimisation, in their order.
+        shown: Is told the time that was spent, at each iteration.
+        envelope: The Moreau envelope of the evaluations; None is the module's.
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        state = self.folder / "state.pt"
-        if state.exists():
-            saved = torch.load(state, weights_only=True)
-            pl_module.load_state_dict(saved["model"])
-            trainer.optimizers[0].load_state_dict(saved["optimizer"])
-            self.result.rows = saved["rows"]
+    Attributes:
+        rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
+    """
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.shown(pl_module.last_step.optimization_time)
+    def __init__(
+        self, times: Sequence[float], shown: Callable[[float], None] = lambda spent: None, envelope: Envelope | None = None
+    ) -> None:
+        self.times = times
+        self.shown = shown
+        self.envelope = envelope
+        self.rows: list[dict[str, float]] = []
+        self._due = False
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate after the validation, which there is none of without validation data or a ``validation_step``."""
-        if pl_module.last_step is None:
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        spent = pl_module.last_step.optimization_time
+        self.shown(spent)
+        evaluated = self.rows[-1]["optimization_time"] if self.rows else 0.0
+        self._due = spent >= next((time for time in self.times if time > evaluated), float("inf"))
+        # Lightning asks for it next.
+        trainer.val_check_batch = 1 if self._due else NEVER
+
+    # Either comes after the validation.
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._evaluate(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: Trainer, pl_module: Any) -> None:
+        if not self._due:
             return
-        solver = trainer.optimizers[0]
-        assert isinstance(solver, BilevelOptimizer)
-        row = {
-            "iteration": solver.memory["iteration"],
-            "optimization_time": solver.memory["optimization_time"],
-            "passes": solver.memory["passes"],
-        }
-        row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
+        self._due = False
+        info = pl_module.last_step
+        row = {"iteration": info.iteration, "optimization_time": info.optimization_time}
+        row["passes"] = solver_of(trainer).memory["passes"]
+        row |= {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
         certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
         if certificate is not None:
             row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
-        self.result.rows.append(row)
-        if trainer.is_global_zero and row["optimization_time"] - self.saved >= self.SAVE_EVERY:
-            state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
-            write_whole(self.folder / "state.pt", lambda file: torch.save(state, file))
-            self.saved = row["optimization_time"]
+        self.rows.append(row)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = state_dict["rows"]
