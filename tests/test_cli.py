@@ -50,9 +50,10 @@ def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"] == 1000
 
 
-def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("budget", ["100ms", 0.1, "00:00:00:01", {"milliseconds": 100}])
+def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any) -> None:
     config = yaml.safe_load(CONFIG.read_text())
-    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": "100ms"}}]
+    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": budget}}]
     config["trainer"]["max_epochs"] = -1
     (tmp_path / "budget.yaml").write_text(yaml.safe_dump(config))
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", config=tmp_path / "budget.yaml")

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +232,30 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any
     assert "bome was run there with other settings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "value"), [("1s", 1.0), ("500ms", 0.5), ("2m", 120.0), ("1.5h", 5400.0), (3, 3.0), ("7", 7.0)])
-def test_durations(text: str | float, value: float) -> None:
-    assert seconds(text) == value
+@pytest.mark.parametrize(
+    ("duration", "value"),
+    [
+        ("1s", 1.0),
+        ("500ms", 0.5),
+        ("2m", 120.0),
+        ("1.5h", 5400.0),
+        (3, 3.0),
+        ("7", 7.0),
+        ("01:02:03:04", 93784.0),
+        (timedelta(hours=1, milliseconds=500), 3600.5),
+        ({"hours": 1, "seconds": 2}, 3602.0),
+    ],
+)
+def test_durations(duration: Any, value: float) -> None:
+    assert seconds(duration) == value
+
+
+@pytest.mark.parametrize(
+    "duration", ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None]
+)
+def test_what_is_no_duration(duration: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration: write a positive number with ms, s, m or h, such as 60s"):
+        seconds(duration)
 
 
 def test_budget_counts_the_solvers_time_only(tmp_path: Path) -> None:
