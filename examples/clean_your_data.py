@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import to_pil_image, to_tensor
 
 from lightning_bilevel import IVSP, BilevelProgressBar, CertificateReport, CleaningData, DigitsCleaning, HyperCleaning
-from lightning_bilevel.modules.hypercleaning import retrain
+from lightning_bilevel.modules.retraining import retrain
 
 
 def make_folder(root: Path) -> None:

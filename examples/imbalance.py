@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import IVSP, Box, CertificateReport, FullBatchDataModule, IVSPMixin, SolverCallable
-from lightning_bilevel.modules.hypercleaning import retrain
+from lightning_bilevel.modules.retraining import retrain
 
 RARE, COMMON = 4, 120
 

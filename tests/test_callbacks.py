@@ -46,8 +46,8 @@ from lightning_bilevel import (
     SineProblem,
     SolverMonitor,
 )
-from lightning_bilevel.callbacks.convergence_plot import draw
 from lightning_bilevel.callbacks.tensorboard import layout
+from lightning_bilevel.report.figures import draw
 from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 
 ENVELOPE = Envelope(rho=0.1, sigma=1.0, delta=1e-6)

@@ -21,15 +21,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_bilevel import IVSPMixin
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.data.cleaning import (
-    CleaningData,
-    DatasetCleaning,
-    DigitsCleaning,
-    FashionMNISTCleaning,
-    MNISTCleaning,
-    Splits,
-)
+from lightning_bilevel.data.cleaning import CleaningData, DatasetCleaning, Splits
 from lightning_bilevel.data.corruption import corrupt_labels
+from lightning_bilevel.data.mnist import DigitsCleaning, FashionMNISTCleaning, MNISTCleaning
 from lightning_bilevel.data.samples import common_images, draw
 
 REAL = Path(os.environ.get("LIGHTNING_BILEVEL_DATA") or "no data")

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_trainer import events
 
+from lightning_bilevel import FullBatchDataModule, SineProblem
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.cli.compare import _parse
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.configs import read_config
+from lightning_bilevel.cli.trainer import BilevelTrainer
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
@@ -45,9 +50,10 @@ def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"] == 1000
 
 
-def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("budget", ["100ms", 0.1, "00:00:00:01", {"milliseconds": 100}])
+def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any) -> None:
     config = yaml.safe_load(CONFIG.read_text())
-    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": "100ms"}}]
+    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": budget}}]
     config["trainer"]["max_epochs"] = -1
     (tmp_path / "budget.yaml").write_text(yaml.safe_dump(config))
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", config=tmp_path / "budget.yaml")
@@ -126,6 +132,52 @@ class TestCertify:
         error = capsys.readouterr().err
         assert words in error
         assert "Traceback" not in error
+
+
+def built(tmp_path: Path, *args: str) -> list[str]:
+    """The names of the callbacks that a command line makes, in their order."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        call = ["--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", *args]
+        trainer: Any = BilevelCLI(call, run=False).trainer
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+class TestCallbacks:
+    WATCHING: ClassVar[list[str]] = ["PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
+    OTHERS: ClassVar[list[str]] = ["_SaveConfig", "BilevelProgressBar", "ModelSummary", "LastCheckpoint"]
+
+    def test_their_order(self, tmp_path: Path) -> None:
+        assert built(tmp_path) == [*self.WATCHING, "MoreauGapMonitor", "CertificateReport", *self.OTHERS]
+
+    @pytest.mark.parametrize("name", ["KKTMonitor", "MoreauGapMonitor", "CertificateReport"])
+    def test_one_that_the_config_names_is_not_added(self, tmp_path: Path, name: str) -> None:
+        added = [other for other in [*self.WATCHING, "MoreauGapMonitor", "CertificateReport"] if other != name]
+        assert built(tmp_path, f"--trainer.callbacks={name}") == [name, *added, *self.OTHERS]
+
+    def test_a_progress_bar_of_the_users_stays(self, tmp_path: Path) -> None:
+        found = built(tmp_path, "--trainer.callbacks=TQDMProgressBar")
+        assert found[0] == "TQDMProgressBar"
+        assert "BilevelProgressBar" not in found
+
+
+def test_probe_takes_the_config_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, *QUIET, "--trainer.max_epochs=1", "--model.init_args.n=10")
+    (config,) = tmp_path.rglob("config.yaml")
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    main(["probe", "--config", str(config)])
+    printed = capsys.readouterr().out
+    assert "what it would choose" in printed
+    assert "ckpt_path" not in printed
+    main(["probe", "--config", str(config), "--ckpt_path", "last"])
+    assert "`ckpt_path=last` was not read" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_only_looks_never_trains() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`BilevelTrainer\(limit_train_batches=1.0\)` would train"):
+        BilevelTrainer(accelerator="cpu", logger=False).probe(SineProblem(), FullBatchDataModule())
 
 
 class TestAModuleWithTheMixin:
@@ -276,7 +328,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names arguments that exist; where its data are at hand, it makes a step."""
-    assert _parse(config).solver.lower() == config.stem.split("_")[0]
+    assert read_config(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
     if source in FOLDERS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, weighting_data
 from test_mixin import trainer
 
-from lightning_bilevel import OptimizationBudget
+from lightning_bilevel import FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
-from lightning_bilevel.cli.compare import _TimedEpochs, compare
+from lightning_bilevel.cli import compare as compare_module
+from lightning_bilevel.cli.compare import compare
+from lightning_bilevel.cli.recorder import NEVER, Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 
 SYNTHETIC = Path(__file__).parent.parent / "configs" / "synthetic"
@@ -91,29 +95,60 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
 
 
 def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_bilevel.cli import compare as module
-
     out = tmp_path / "out"
     call = ["compare", str(small / "ivsp.yaml"), "--budget", "400ms", "--out", str(out), "--evaluations", "4"]
-    monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
-    evaluate = module._Recorder.on_validation_end
+    monkeypatch.setattr(compare_module, "SAVE_EVERY", 1e-9)
+    start = Recorder.on_train_batch_start
 
     def interrupted(self: Any, *args: Any) -> None:
-        evaluate(self, *args)
-        if len(self.result.rows) == 2:
+        if len(self.rows) == 2:
             raise SystemExit(1)  # not an Exception: as a kill would, it leaves no result behind
+        start(self, *args)
 
-    monkeypatch.setattr(module._Recorder, "on_validation_end", interrupted)
+    monkeypatch.setattr(Recorder, "on_train_batch_start", interrupted)
     with pytest.raises(SystemExit):
         main(call)
-    saved = torch.load(out / "ivsp" / "state.pt", weights_only=True)["rows"]
-    monkeypatch.setattr(module._Recorder, "on_validation_end", evaluate)
+    saved = torch.load(out / "ivsp" / "last.ckpt", weights_only=True)
+    rows = saved["callbacks"]["Recorder"]["rows"]
+    assert len(rows) == 2
+    assert not (out / "ivsp" / "result.json").exists()
+    monkeypatch.setattr(Recorder, "on_train_batch_start", start)
     main(call)
     finished = json.loads((out / "ivsp" / "result.json").read_text())["rows"]
-    assert finished[:2] == saved
-    assert finished[2]["iteration"] > saved[1]["iteration"]
-    assert finished[2]["optimization_time"] > saved[1]["optimization_time"]
-    assert not (out / "ivsp" / "state.pt").exists()
+    assert finished[:2] == rows
+    assert finished[2]["iteration"] > rows[1]["iteration"]
+    assert finished[2]["optimization_time"] > rows[1]["optimization_time"]
+    assert sorted(path.name for path in (out / "ivsp").iterdir()) == ["config.yaml", "result.json"]
+
+
+def test_the_state_of_an_earlier_version_is_refused(tmp_path: Path, small: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    call = ["compare", str(small), "--budget", "50ms", "--out", str(out), "--evaluations", "1"]
+    main(call)
+    (out / "bome" / "result.json").unlink()
+    (out / "bome" / "state.pt").write_bytes(b"old")
+    with pytest.raises(SystemExit) as stop:
+        main(call)
+    assert stop.value.code == 2
+    assert "bome/state.pt is of an earlier version of lightning-bilevel" in capsys.readouterr().err
+    (out / "bome" / "state.pt").unlink()
+    main(call)
+    assert {row["method"] for row in rows(out)} == {"ivsp", "bome"}
+
+
+def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, small: Path) -> None:
+    mine = ["KKTMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}, {"class_path": "LambdaCallback"}]
+    edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
+    seen: list[list[str]] = []
+
+    class Seen(Recorder):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append([type(callback).__name__ for callback in trainer.callbacks])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "Recorder", Seen)
+        compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
+    assert seen == [["LambdaCallback", "OptimizationBudget", "Seen", "LastCheckpoint"]]
 
 
 def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small: Path) -> None:
@@ -197,9 +232,30 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any
     assert "bome was run there with other settings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "value"), [("1s", 1.0), ("500ms", 0.5), ("2m", 120.0), ("1.5h", 5400.0), (3, 3.0), ("7", 7.0)])
-def test_durations(text: str | float, value: float) -> None:
-    assert seconds(text) == value
+@pytest.mark.parametrize(
+    ("duration", "value"),
+    [
+        ("1s", 1.0),
+        ("500ms", 0.5),
+        ("2m", 120.0),
+        ("1.5h", 5400.0),
+        (3, 3.0),
+        ("7", 7.0),
+        ("01:02:03:04", 93784.0),
+        (timedelta(hours=1, milliseconds=500), 3600.5),
+        ({"hours": 1, "seconds": 2}, 3602.0),
+    ],
+)
+def test_durations(duration: Any, value: float) -> None:
+    assert seconds(duration) == value
+
+
+@pytest.mark.parametrize(
+    "duration", ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None]
+)
+def test_what_is_no_duration(duration: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration: write a positive number with ms, s, m or h, such as 60s"):
+        seconds(duration)
 
 
 def test_budget_counts_the_solvers_time_only(tmp_path: Path) -> None:
@@ -227,17 +283,30 @@ def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[OptimizationBudget(1)]).fit(Plain(), [1])
 
 
-def test_timed_epochs_end_when_an_evaluation_is_due() -> None:
-    now = [0.0]
-    epochs = _TimedEpochs([1, 2], [1.0, 3.0], lambda: now[0])
-    lengths = []
-    for _ in range(2):
-        count = 0
-        for _batch in epochs:
-            now[0] += 0.25
-            count += 1
-        lengths.append(count)
-    assert lengths == [4, 8]
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("length", [1, 4, 1000])
+def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, validates: bool) -> None:
+    """At the first iteration past each time, whatever the epochs, with its validation before it."""
+    times, validated = [3.0, 4.0, 9.5, 20.0], []
+
+    class Clocked(SineProblem):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+            super().training_step(batch, batch_idx)
+            assert self.last_step is not None
+            self.last_step = replace(self.last_step, optimization_time=float(self.last_step.iteration))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.last_step is not None
+            validated.append(self.last_step.iteration)
+            super().validation_step(batch, batch_idx)
+
+    recorder = Recorder(times)
+    options = {"val_check_interval": NEVER, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    run = trainer(tmp_path, callbacks=[OptimizationBudget(20), recorder], **options, limit_val_batches=1.0 if validates else 0)
+    run.fit(Clocked(n=3), datamodule=FullBatchDataModule(epoch_length=length))
+    assert [row["iteration"] for row in recorder.rows] == [3, 4, 10, 20]
+    assert all(("x_error" in row) == validates for row in recorder.rows)
+    assert validated == ([3, 4, 10, 20] if validates else [])
 
 
 def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:

@@ -202,13 +202,13 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     from lightning_bilevel.cli import compare as module
 
-    monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(module, "SAVE_EVERY", 1e-9)
     call = ["compare", str(HERE.parent / "configs/synthetic/ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]
     call += ["--out", str(tmp_path / "out")]
     replace = os.replace
 
     def full(a: Any, b: Any) -> None:
-        if str(b).endswith("state.pt"):
+        if str(b).endswith("last.ckpt"):
             raise OSError(errno.ENOSPC, "No space left on device", str(b))
         replace(a, b)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear, max_pool2d
 
 from lightning_bilevel import BOME, Chunks, FewShot, GlyphEpisodes
-from lightning_bilevel.modules.fewshot import Conv4, adapt
+from lightning_bilevel.modules.networks import Conv4, adapt
 
 ROOT = Path(__file__).parent.parent
 

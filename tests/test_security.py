@@ -55,10 +55,10 @@ def test_the_state_of_a_comparison_runs_no_code(tmp_path: Path, monkeypatch: pyt
     call = ["compare", str(tmp_path / "ivsp.yaml"), "--budget", "50ms", "--evaluations", "1", "--out", str(tmp_path / "out")]
     main(call)
     (tmp_path / "out" / "ivsp" / "result.json").unlink()
-    torch.save({"model": Payload()}, tmp_path / "out" / "ivsp" / "state.pt")
+    torch.save({"model": Payload()}, tmp_path / "out" / "ivsp" / "last.ckpt")
     main(call)
     assert not (tmp_path / "owned").exists()
-    assert "UnpicklingError" in (tmp_path / "out" / "summary.md").read_text()
+    assert "is not a whole checkpoint of tensors and plain values" in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_an_archive_writes_nowhere(tmp_path: Path) -> None:

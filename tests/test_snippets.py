@@ -14,7 +14,7 @@ from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
-from lightning_bilevel.cli.compare import _files
+from lightning_bilevel.cli.configs import find_configs
 
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
@@ -60,7 +60,7 @@ COMMANDS = sorted(
 def check_ours(command: str, *args: str) -> None:
     if command == "compare":
         folders = [arg for arg in args if not arg.startswith("-")][:1]
-        assert _files([ready(Path(folder)) for folder in folders])
+        assert find_configs([ready(Path(folder)) for folder in folders])
         seconds(args[args.index("--budget") + 1])
     elif command in BilevelCLI.subcommands():
         # The config of a run stands for that of any: it is not there before the run.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,22 +13,37 @@ from typing_extensions import override
 
 from lightning_bilevel.plugin.mixin import BilevelMixin
 
-__all__ = ["OptimizationBudget", "seconds"]
+__all__ = ["Duration", "OptimizationBudget", "seconds"]
+
+# As for Lightning's Timer, besides the words.
+Duration: TypeAlias = str | float | timedelta | dict[str, int]
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def seconds(duration: str | float) -> float:
-    """Read a duration such as ``"1s"``, ``"500ms"``, ``"2m"``, ``"1.5h"`` or a number of seconds.
+def seconds(duration: Duration) -> float:
+    """Read a duration such as ``"1s"``, ``"500ms"``, ``"2m"``, ``"1.5h"``, or a number of seconds.
+
+    What Lightning's ``Timer`` takes is one too: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments.
 
     Example:
         >>> seconds("2m"), seconds("500ms"), seconds(3)
         (120.0, 0.5, 3.0)
+        >>> seconds("00:00:01:00"), seconds(timedelta(minutes=1)), seconds({"minutes": 1})
+        (60.0, 60.0, 60.0)
     """
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([a-z]*)\s*", str(duration))
+    text = str(duration)
     try:
-        value = float(match[1]) * _UNITS[match[2]] if match else math.nan
-    except (KeyError, ValueError):
+        if isinstance(duration, (dict, timedelta)):
+            time = timedelta(**duration) if isinstance(duration, dict) else duration
+            value = time.total_seconds()
+        elif clock := re.fullmatch(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*", text):
+            days, hours, minutes, rest = map(int, clock.groups())
+            value = timedelta(days, rest, minutes=minutes, hours=hours).total_seconds()
+        else:
+            match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([a-z]*)\s*", text)
+            value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except (KeyError, TypeError, ValueError):
         value = math.nan
     if not 0.0 < value < math.inf:
         raise ValueError(f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, such as 60s.")
@@ -41,10 +57,10 @@ class OptimizationBudget(Callback):
     part of the solver's state, so it goes on counting after a resume.
 
     Args:
-        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds.
+        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds; or as Lightning's ``Timer`` takes it.
     """
 
-    def __init__(self, budget: str | float) -> None:
+    def __init__(self, budget: Duration) -> None:
         self.budget = seconds(budget)
 
     @override

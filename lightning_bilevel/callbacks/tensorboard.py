@@ -1,7 +1,8 @@
-"""What TensorBoard shows beside the curves: how they are grouped, hyper-parameters, and texts."""
+"""What TensorBoard shows beside the curves: how they are grouped, hyper-parameters, texts and figures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -10,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["layout", "show_figure", "show_hyperparameters", "show_layout", "show_text"]
+__all__ = ["layout", "show_figure", "show_hyperparameters", "show_layout", "show_pixels", "show_text"]
 
 _EVERY = {
     "1 objective": {"upper level f": ["upper"], "lower level g": ["lower"], "step": ["step"]},
@@ -78,10 +79,16 @@ def show_text(trainer: Trainer, tag: str, text: str, iteration: int) -> None:
         writer.add_text(tag, text, iteration)
 
 
-def show_figure(trainer: Trainer, tag: str, pixels: Any, iteration: int) -> None:
+def show_pixels(trainer: Trainer, tag: str, pixels: Any, iteration: int) -> None:
     """Show an array of pixels (height, width, channel) under "Images"."""
     for writer in _writers(trainer):
         writer.add_image(tag, pixels, iteration, dataformats="HWC")
+
+
+def show_figure(trainer: Trainer, tag: str, draw: Callable[[], Any], iteration: int) -> None:
+    """Show a figure of matplotlib's under "Images"; without TensorBoard it is not even drawn."""
+    for writer in _writers(trainer):
+        writer.add_figure(tag, draw(), iteration)
 
 
 def show_hyperparameters(trainer: Trainer, parameters: dict[str, Any], metrics: dict[str, float], iteration: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
@@ -16,98 +14,24 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
-from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
+from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.convergence_plot import ConvergencePlot
 from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
 from lightning_bilevel.callbacks.penalty_monitor import PenaltyMonitor
 from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
 from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
 from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.mixin import BilevelMixin
-from lightning_bilevel.solvers.ivsp.solver import IVSP
-from lightning_bilevel.table import table
 
-__all__ = ["BilevelCLI", "BilevelTrainer"]
+__all__ = ["BilevelCLI"]
 
-
-class BilevelTrainer(Trainer):
-    """A Trainer that can also certify a checkpoint, and tell the constants that a problem suggests."""
-
-    def certify(
-        self,
-        model: BilevelMixin,
-        datamodule: LightningDataModule,
-        ckpt_path: str | None = None,
-        tolerance: float | None = None,
-        weights_only: bool | None = None,
-    ) -> Certificate | None:
-        """Print the certificate of a checkpoint.
-
-        Args:
-            model: The module that the checkpoint was saved with.
-            datamodule: Its data.
-            ckpt_path: The checkpoint.
-            tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and
-                1e-5 in float32.
-            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and plain values.
-        """
-        if ckpt_path is None or not Path(ckpt_path).is_file():
-            raise MisconfigurationException(f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint.")
-        if tolerance is not None and not tolerance > 0:
-            raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
-        report = CertificateReport()
-        batch = self._set_up(report, model, datamodule, ckpt_path, weights_only)
-        certificate = model.certify(batch=batch, tolerance=tolerance)
-        if certificate is None:
-            raise MisconfigurationException(
-                f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
-            )
-        if self.is_global_zero:
-            solver = solver_of(self)
-            title = f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}"
-            print(as_text(title, certificate, report.tally, solver))
-        return certificate
-
-    def probe(self, model: BilevelMixin, datamodule: LightningDataModule) -> list[tuple[str, str]]:
-        """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
-
-        Args:
-            model: The module, with any solver. The relaxation delta is that of its envelope, or 1e-3.
-            datamodule: Its data.
-        """
-        batch = self._set_up(CertificateReport(), model, datamodule, None, None)
-        own, problem, envelope = solver_of(self), model.problem_on(batch), model.envelope
-        delta = 1e-3 if envelope is None else envelope.delta
-        rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
-        given = own.hyper_parameters if isinstance(own, IVSP) else {}
-        shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
-        if self.is_global_zero:
-            print(table(f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown))
-            print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
-        return rows
-
-    def _set_up(
-        self,
-        report: CertificateReport,
-        model: BilevelMixin,
-        datamodule: LightningDataModule,
-        ckpt_path: str | None,
-        weights_only: bool | None,
-    ) -> Any:
-        """Do all of a fit but the steps, and return its batch: module and solver are as they were when it was saved."""
-        self.callbacks, self.loggers, self.limit_train_batches = [report], [], 0
-        self.fit_loop.max_epochs = -1
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-            self.fit(cast(LightningModule, model), datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
-        return move_data_to_device(batch, self.strategy.root_device)
+# The commands that train nothing and leave no file.
+_LOOKING = ("certify", "probe")
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -173,33 +97,54 @@ class BilevelCLI(LightningCLI):
             raise
 
     @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # As plain classes: what Lightning knows as a callback, it would add even where the config names another one.
+        parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
+        parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self.subcommand in _LOOKING:
+            self.save_config_callback = None
+
+    def callbacks(self, named: list[Callback]) -> list[Callback]:
+        """Return the callbacks of the Trainer, besides its own.
+
+        Args:
+            named: Those that the config names. A monitor that is among them is not added; the certificate comes last, of the
+                point that remains.
+        """
+        # A subclass may have left either out of its parser.
+        configured = [self._settings.get(key) for key in ("moreau_gap", "certificate")]
+        if self.subcommand in _LOOKING:
+            return [callback for callback in configured if isinstance(callback, CertificateReport)]
+        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
+        kinds = {type(None), *map(type, named)}
+        return [*named, *(callback for callback in watching if type(callback) not in kinds)]
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        named = self._get(self.config_init, "trainer.callbacks") or []
-        given = list(named) if isinstance(named, list) else [named]  # a copy: the Trainer adds its own to the list
+        given = self._settings["trainer"]["callbacks"] or []
+        named = list(given) if isinstance(given, list) else [given]
+        if self.subcommand in _LOOKING:
+            kwargs |= WITHOUT_STEPS
         try:
-            trainer = super().instantiate_trainer(**kwargs)
-            Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+            trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
+            if self.subcommand not in _LOOKING:
+                Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError, ValueError) as error:
             raise MisconfigurationException(f"`Trainer` cannot be made: {own_error(error) or error}") from error
         bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
-        if type(bar) in (TQDMProgressBar, RichProgressBar):  # Lightning's default; a bar of the user's own stays
+        if type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named:  # Lightning's default; the user's own stays
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
         for index, callback in enumerate(callbacks):
-            if type(callback) is ModelCheckpoint and callback not in given:  # likewise
+            if type(callback) is ModelCheckpoint and callback not in named:  # likewise
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer
 
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(MoreauGapMonitor, "moreau_gap")
-        parser.add_lightning_class_args(CertificateReport, "certificate")
-
-    @override
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add the monitors, except where the config names one itself; the certificate comes last, of the point that remains."""
-        given = config.get("callbacks") or []
-        named = {type(callback) for callback in (given if isinstance(given, list) else [given])}
-        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *callbacks]
-        return super()._instantiate_trainer(config, [callback for callback in watching if type(callback) not in named])
+    @property
+    def _settings(self) -> Any:
+        """The config of the command, with its objects made."""
+        return self.config_init if self.subcommand is None else self.config_init[self.subcommand]

@@ -6,117 +6,69 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
+from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
+from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
+from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
-from lightning_bilevel.cli.messages import own_error, parsing_error
+from lightning_bilevel.cli.configs import MethodConfig, check_same_task, find_configs, read_config
+from lightning_bilevel.cli.messages import own_error
+from lightning_bilevel.cli.recorder import NEVER, Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
+from lightning_bilevel.core.errors import CheckpointError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["compare", "main"]
 
 
-@dataclass(frozen=True)
-class _Config:
-    """A config as it was resolved: the task that it poses and the solver that it names."""
-
-    name: str
-    text: str
-
-    @property
-    def values(self) -> dict[str, Any]:
-        resolved: dict[str, Any] = yaml.safe_load(self.text)
-        return resolved
-
-    @property
-    def solver(self) -> str:
-        return str(self.values["model"]["init_args"]["solver"]["class_path"]).rsplit(".", 1)[-1]
-
-    @property
-    def task(self) -> dict[str, Any]:
-        """All that decides data, split and start."""
-        values = self.values
-        # Neither the solver nor the unit that it measures a level in changes the problem, and an envelope is for evaluation.
-        for how in ("solver", "upper_unit", "lower_unit", "envelope"):
-            values["model"]["init_args"].pop(how, None)
-        return {
-            "seed_everything": values["seed_everything"],
-            "model": values["model"],
-            "data": values["data"],
-            "precision": str(values["trainer"]["precision"]),
-        }
+# How often a run is saved, from where a comparison that was interrupted goes on.
+SAVE_EVERY: str | float = "10s"
 
 
-class _Recorder(Callback):
-    """Evaluates every method alike, takes it down, and saves the run so that it can go on from there."""
+class _Method(BilevelCLI):
+    """Model, data and Trainer of a config, from the same seed every time.
 
-    SAVE_EVERY = 10.0
+    The Trainer has what the comparison gives it, and nothing that watches, saves or shows a fit.
 
-    def __init__(self, result: MethodResult, folder: Path, shown: Callable[[float], None], envelope: Envelope | None) -> None:
-        self.result, self.folder, self.shown, self.envelope = result, folder, shown, envelope
-        self.saved = 0.0
+    Args:
+        out: The folder of the comparison.
+        config: The config.
+        added: The comparison's callbacks.
+        options: Arguments of the Trainer, besides the usual ones of a comparison.
+    """
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        state = self.folder / "state.pt"
-        if state.exists():
-            saved = torch.load(state, weights_only=True)
-            pl_module.load_state_dict(saved["model"])
-            trainer.optimizers[0].load_state_dict(saved["optimizer"])
-            self.result.rows = saved["rows"]
+    def __init__(self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any) -> None:
+        self.added = added
+        usual = {"max_epochs": -1, "max_steps": -1, "check_val_every_n_epoch": "null", "val_check_interval": NEVER}
+        usual |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), "false")
+        usual |= {"num_sanity_val_steps": 0, "default_root_dir": str(out), "enable_checkpointing": "true" if added else "false"}
+        options = {**usual, **options}
+        args = ["--config", str(out / config.name / "config.yaml"), *(f"--trainer.{k}={v}" for k, v in options.items())]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().__init__(args, run=False)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.shown(pl_module.last_step.optimization_time)
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.save_config_callback = None  # it lies in the folder of the method already
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate after the validation, which there is none of without validation data or a ``validation_step``."""
-        if pl_module.last_step is None:
-            return
-        solver = trainer.optimizers[0]
-        assert isinstance(solver, BilevelOptimizer)
-        row = {
-            "iteration": solver.progress.iterations,
-            "optimization_time": solver.progress.optimization_time,
-            "passes": solver.progress.passes,
-        }
-        row |= {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("bilevel/")}
-        certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
-        if certificate is not None:
-            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
-        self.result.rows.append(row)
-        if trainer.is_global_zero and row["optimization_time"] - self.saved >= self.SAVE_EVERY:
-            state = {"model": pl_module.state_dict(), "optimizer": solver.state_dict(), "rows": self.result.rows}
-            write_whole(self.folder / "state.pt", lambda file: torch.save(state, file))
-            self.saved = row["optimization_time"]
-
-
-class _TimedEpochs:
-    """A loader whose epochs end when the next evaluation is due, so that Lightning validates there."""
-
-    def __init__(self, loader: Iterable[Any], times: Sequence[float], clock: Callable[[], float]) -> None:
-        self.loader, self.times, self.clock = loader, times, clock
-
-    def __iter__(self) -> Iterator[Any]:
-        due = next((t for t in self.times if t > self.clock()), float("inf"))
-        while True:
-            for batch in self.loader:
-                yield batch
-                if self.clock() >= due:
-                    return
+    @override
+    def callbacks(self, named: list[Callback]) -> list[Callback]:
+        others = (CertificateReport, Checkpoint, Monitor, ProgressBar)
+        return [*(callback for callback in named if not isinstance(callback, others)), *self.added]
 
 
 def compare(
@@ -138,11 +90,11 @@ def compare(
         log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
         allow_different_tasks: Compare although data or start differ.
     """
-    parsed = [_parse(path) for path in _files(configs)]
-    _check_same_task(parsed, allow_different_tasks)
+    parsed = [read_config(path) for path in find_configs(configs)]
+    check_same_task(parsed, allow_different_tasks)
     _check_folder(out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced})
     times = [budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations) for i in range(evaluations)]
-    envelope = next((_build(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
+    envelope = next((_Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
     _warm_up(out, parsed[0])
     results = []
     shape = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
@@ -172,110 +124,43 @@ def _first() -> bool:
 
 
 def _run(
-    out: Path, config: _Config, budget: float, times: Sequence[float], envelope: Envelope | None, shown: Callable[[float], None]
+    out: Path,
+    config: MethodConfig,
+    budget: float,
+    times: Sequence[float],
+    envelope: Envelope | None,
+    shown: Callable[[float], None],
 ) -> MethodResult:
     folder = out / config.name
     done = folder / "result.json"
     if done.exists():
         return MethodResult(**json.loads(done.read_text()))
     result = MethodResult(config.name, config.solver)
-    cli = _build(out, config)
-    trainer, module = cli.trainer, cli.model
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, (CertificateReport, Monitor))]
-    # IVSP is evaluated with the envelope that its config gives; where it chooses one in the run, with the declared one.
-    recorder = _Recorder(result, folder, shown, module.envelope if config.solver == "IVSP" else envelope)
-    trainer.callbacks += [OptimizationBudget(budget), recorder]
-
-    def clock() -> float:
-        return float(trainer.optimizers[0].progress.optimization_time)
-
-    class Timed(type(cli.datamodule)):  # type: ignore[misc]
-        def train_dataloader(self) -> _TimedEpochs:
-            return _TimedEpochs(super().train_dataloader(), times, clock)
-
-    cli.datamodule.__class__ = Timed
+    recorder, last = Recorder(times, shown, envelope), folder / "last.ckpt"
+    method = _Method(out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)])
+    if config.solver == "IVSP":
+        # The envelope that its config gives; where it chooses one in the run, the declared one.
+        recorder.envelope = method.model.envelope
     try:
-        trainer.fit(module, datamodule=cli.datamodule)
-    except OSError:
+        method.trainer.fit(method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None)
+    except (OSError, CheckpointError):
         raise  # a full disk is no fault of the method: called again, it goes on
     except Exception as error:  # one method that fails must not end the others; its row says why
         result.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    if trainer.is_global_zero:
+    result.rows = recorder.rows
+    if method.trainer.is_global_zero:
         write_whole(done, json.dumps(asdict(result)).encode())
-        (folder / "state.pt").unlink(missing_ok=True)
+        last.unlink(missing_ok=True)
     return result
 
 
-def _build(out: Path, config: _Config) -> Any:
-    """Make model, data and Trainer of a config, from the same seed every time."""
-    options = ["max_epochs=-1", "max_steps=-1", "logger=false", "enable_checkpointing=false", "enable_progress_bar=false"]
-    options += ["enable_model_summary=false", "num_sanity_val_steps=0", "check_val_every_n_epoch=1", f"default_root_dir={out}"]
-    args = ["--config", str(out / config.name / "config.yaml"), *(f"--trainer.{option}" for option in options)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        return BilevelCLI(args, run=False)
-
-
-def _warm_up(out: Path, config: _Config) -> None:
+def _warm_up(out: Path, config: MethodConfig) -> None:
     """Make the process's first evaluations, which are slow, before anybody's time runs."""
-    cli = _build(out, config)
-    cli.trainer.callbacks.clear()
-    cli.trainer.fit_loop.epoch_loop.max_steps = 2
-    cli.trainer.limit_val_batches = 0
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    method = _Method(out, config, max_steps=2, limit_val_batches=0)
+    method.trainer.fit(method.model, datamodule=method.datamodule)
 
 
-class _ParseOnly(BilevelCLI):
-    def instantiate_classes(self) -> None:
-        """Leave it at the parsed config."""
-
-
-def _parse(path: Path) -> _Config:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
-    except argparse.ArgumentError as error:
-        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
-    parsed = _Config(path.stem, cli.parser.dump(cli.config, skip_none=False))
-    model = parsed.values["model"]
-    if not isinstance((model.get("init_args") or {}).get("solver"), dict):
-        raise ValueError(
-            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver by the config: give its "
-            "`__init__` an argument `solver: SolverCallable = IVSP`, hand it to `declare`, and name the solver there."
-        )
-    return parsed
-
-
-def _files(paths: Sequence[Path]) -> list[Path]:
-    found = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(
-                f"`compare {path}`: there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them."
-            )
-        found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    if not found:
-        raise ValueError(f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it.")
-    names = [path.stem for path in found]
-    double = sorted({name for name in names if names.count(name) > 1})
-    if double:
-        raise ValueError(f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own.")
-    return found
-
-
-def _check_same_task(configs: Sequence[_Config], allowed: bool) -> None:
-    first = configs[0]
-    for other in configs[1:]:
-        wrong = [f"{key} ({other.task[key]!r}, not {value!r})" for key, value in first.task.items() if other.task[key] != value]
-        if wrong and not allowed:
-            raise ValueError(
-                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The comparison would be unfair; with "
-                "--allow-different-tasks it is made all the same."
-            )
-
-
-def _check_folder(out: Path, configs: Sequence[_Config], protocol: dict[str, Any]) -> None:
+def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
     """Claim an empty folder for this comparison, or recognise it as this comparison's."""
     identity = {**protocol, "task": configs[0].task}
     note = out / "comparison.json"
@@ -285,6 +170,11 @@ def _check_folder(out: Path, configs: Sequence[_Config], protocol: dict[str, Any
     elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
         raise ValueError(f"`compare --out {out}`: that folder has something else in it; name an empty or a new one.")
     for config in configs:
+        if (out / config.name / "state.pt").exists():
+            raise ValueError(
+                f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of lightning-bilevel, and this one "
+                "cannot go on from it; delete it to start that method anew, or name another folder."
+            )
         resolved = out / config.name / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
             raise ValueError(f"`compare --out {out}`: {config.name} was run there with other settings; name another folder.")

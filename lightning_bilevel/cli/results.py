@@ -7,21 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from lightning_bilevel.report.figures import Curve, draw_comparison
 
 __all__ = ["MethodResult", "write_csv", "write_figure", "write_summary"]
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart; a solver has the same colour in every figure.
-_COLOURS = {
-    "IVSP": "#D55E00",
-    "PNGBiO": "#0072B2",
-    "MEHA": "#009E73",
-    "SLM": "#CC79A7",
-    "F2SA": "#E69F00",
-    "VPBGD": "#56B4E9",
-    "BOME": "#000000",
-}
-_STYLES = ("-", "--", ":", "-.")
 
 
 @dataclass
@@ -96,52 +85,24 @@ def _number(value: float | None, bold: bool) -> str:
 
 def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> None:
     """Draw each metric against optimisation time, one panel each, as PNG and SVG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    metrics = _metrics(results)
-    drawn = sorted((r for r in results if r.rows), key=lambda r: r.solver != "IVSP")
-    if not metrics or not drawn:
+    drawn = sorted((result for result in results if result.rows), key=lambda r: r.solver != "IVSP")
+    metrics = _metrics(drawn)
+    if not metrics:
         return
-    columns = len(metrics) if len(metrics) <= 4 else 3
-    lines = math.ceil(len(metrics) / columns)
-    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(3.4 * columns, 2.8 * lines + 0.7), layout="constrained")
-        axes: list[Any] = list(figure.subplots(lines, columns, squeeze=False).flat)
-        for axis, name in zip(axes, metrics, strict=False):
-            values = [row[name] for r in drawn for row in r.rows if name in row and math.isfinite(row[name])]
-            positive = [v for v in values if v > 0]
-            for index, result in enumerate(drawn):
-                points = [(row["optimization_time"], row[name]) for row in result.rows if name in row]
-                main = result.solver == "IVSP"
-                axis.plot(
-                    *zip(*points, strict=True) if points else ([], []),
-                    color=_COLOURS.get(result.solver, f"C{index}"),
-                    linestyle=_STYLES[sum(other.solver == result.solver for other in drawn[:index]) % len(_STYLES)],
-                    linewidth=2.4 if main else 1.5,
-                    zorder=3 if main else 2,
-                    label=result.solver if sum(r.solver == result.solver for r in drawn) == 1 else result.name,
-                )
-            if positive and max(positive) > 10 * min(positive):
-                if len(positive) == len(values):
-                    axis.set_yscale("log")
-                else:
-                    # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
-                    axis.set_yscale("symlog", linthresh=min(positive))
-                    axis.set_ylim(bottom=0)
-                if max(positive) < 100 * min(positive):
-                    # Powers of ten alone would leave such an axis with one label.
-                    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-                    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                axis.yaxis.set_minor_formatter(NullFormatter())
-            axis.set_xlabel("optimisation time (s)")
-            axis.set_title(name)
-            axis.grid(alpha=0.3)
-        for axis in axes[len(metrics) :]:
-            axis.remove()
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.suptitle(title)
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8 if columns > 2 else 4), frameon=False)
+    figure = draw_comparison({name: _curves(drawn, name) for name in metrics}, title)
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none"}):
         for suffix in (".png", ".svg"):
             figure.savefig(path.with_suffix(suffix), dpi=160)
+
+
+def _curves(results: Sequence[MethodResult], metric: str) -> list[Curve]:
+    solvers = [result.solver for result in results]
+    curves = []
+    for result in results:
+        rows = [row for row in result.rows if metric in row]
+        label = result.solver if solvers.count(result.solver) == 1 else result.name
+        times = [row["optimization_time"] for row in rows]
+        curves.append(Curve(result.solver, label, times, [row[metric] for row in rows]))
+    return curves

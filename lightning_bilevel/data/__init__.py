@@ -3,9 +3,6 @@
 from lightning_bilevel.core.chunks import Chunks as Chunks
 from lightning_bilevel.data.cleaning import CleaningData as CleaningData
 from lightning_bilevel.data.cleaning import DatasetCleaning as DatasetCleaning
-from lightning_bilevel.data.cleaning import DigitsCleaning as DigitsCleaning
-from lightning_bilevel.data.cleaning import FashionMNISTCleaning as FashionMNISTCleaning
-from lightning_bilevel.data.cleaning import MNISTCleaning as MNISTCleaning
 from lightning_bilevel.data.cleaning import Splits as Splits
 from lightning_bilevel.data.corruption import corrupt_labels as corrupt_labels
 from lightning_bilevel.data.episodes import EpisodeData as EpisodeData
@@ -14,4 +11,7 @@ from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule
 from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
 from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
+from lightning_bilevel.data.mnist import DigitsCleaning as DigitsCleaning
+from lightning_bilevel.data.mnist import FashionMNISTCleaning as FashionMNISTCleaning
+from lightning_bilevel.data.mnist import MNISTCleaning as MNISTCleaning
 from lightning_bilevel.data.omniglot import OmniglotEpisodes as OmniglotEpisodes

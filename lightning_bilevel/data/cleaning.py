@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,19 +13,16 @@ from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.data.samples import (
-    DATA_VARIABLE,
     AnyDataset,
     Samples,
     as_images,
     check_labels,
     common_images,
-    draw,
     length,
-    optional_import,
     read_dataset,
 )
 
-__all__ = ["CleaningData", "DatasetCleaning", "DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning", "Splits"]
+__all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
 
 class Splits(NamedTuple):
@@ -184,80 +178,6 @@ class CleaningData(FullBatchDataModule):
 
     def _parts(self, batch: Any) -> Repeated:
         return Parts(self._loader(as_chunks(batch).batches, 1).batch)
-
-
-class MNISTCleaning(CleaningData):
-    """MNIST with wrong training labels; the defaults are the paper's.
-
-    Training and validation samples come from the 60,000 official training images, test samples from the 10,000 official test
-    images. What is not in the root yet is downloaded to it.
-
-    Args:
-        root: The folder that has the data set as torchvision puts it there (in ``MNIST/raw`` or ``FashionMNIST/raw``), or is
-            to have it; None takes the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
-        options: The arguments of :class:`CleaningData`.
-    """
-
-    classes = 10
-    image_shape: tuple[int, ...] = (1, 28, 28)
-    source: ClassVar[str] = "MNIST"
-
-    def __init__(self, root: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
-
-    def prepare_data(self) -> None:
-        """Download the files, unless they are there."""
-        self._official(train=True, download=True)
-
-    def load(self, generator: torch.Generator) -> Splits:
-        pool, test = (self._official(train=train, download=False) for train in (True, False))
-        sizes = {"n_train": self.n_train, "n_validation": self.n_validation}
-        call = type(self).__name__
-        return Splits(*draw(call, pool, sizes, generator), *draw(call, test, {"n_test": self.n_test}, generator))
-
-    def _official(self, train: bool, download: bool) -> Samples:
-        datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
-        try:
-            dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
-        # What torchvision, and the libraries below it, raise for a failed download and for files that are broken.
-        except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
-            tried = "a download did not help" if download else "only `prepare_data()` downloads it"
-            raise MisconfigurationException(
-                f"`{type(self).__name__}(root={str(self.root)!r})` has no whole {self.source} there, and {tried}: put the files "
-                "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte into "
-                f"{self.root / self.source / 'raw'}, or name the folder that has {self.source}/raw as `root` or in the "
-                f"environment variable {DATA_VARIABLE}."
-            ) from error
-        return dataset.data, dataset.targets
-
-
-class FashionMNISTCleaning(MNISTCleaning):
-    """FashionMNIST with wrong training labels; the defaults are the paper's. As :class:`MNISTCleaning` in all else."""
-
-    source = "FashionMNIST"
-
-
-class DigitsCleaning(CleaningData):
-    """The 1,797 handwritten digits that scikit-learn brings along (8 x 8 pixels) with wrong training labels.
-
-    Args:
-        n_train: The number of training samples.
-        n_validation: The number of validation samples, disjoint from the training samples.
-        options: The other arguments of :class:`CleaningData`.
-    """
-
-    classes = 10
-    image_shape: tuple[int, ...] = (1, 8, 8)
-
-    def __init__(self, n_train: int = 600, n_validation: int = 600, **options: Any) -> None:
-        super().__init__(n_train=n_train, n_validation=n_validation, **options)
-
-    def load(self, generator: torch.Generator) -> Splits:
-        digits = optional_import("sklearn.datasets", "scikit-learn", type(self).__name__).load_digits()
-        samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
-        sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
-        return Splits(*draw(type(self).__name__, samples, sizes, generator))
 
 
 class DatasetCleaning(CleaningData):

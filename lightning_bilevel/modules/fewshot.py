@@ -2,117 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor, nn
-from torch.nn.functional import batch_norm, cross_entropy, max_pool2d
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import Chunks, as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.modules.figures import draw_episode
+from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["Conv4", "FewShot", "TaskHeads", "adapt"]
-
-
-class _Block(nn.Module):
-    """3x3 convolution, ReLU, 2x2 max pooling, batch normalisation with the statistics of each task."""
-
-    def __init__(self, inputs: int, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, channels, 3, padding=1)
-        # The scale and bias of batch normalisation; it has no running statistics.
-        self.scale = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, images: Tensor, tasks: int) -> Tensor:
-        if images.device.type == "cpu":
-            # Pooling goes over all channels of a pixel at once, in a tenth of the time. A clone: of a single channel, torch
-            # takes one layout for the other and leaves it as it is.
-            images = images.clone(memory_format=torch.channels_last)
-        # ReLU is monotone, so it commutes with the maximum: on the pooled image it has a quarter of the work, and value and
-        # gradient are the same. Back to the usual layout: in the other, torch's normalisation loses two or three digits.
-        pooled = max_pool2d(self.conv(images), 2).relu().contiguous()
-        normed = [batch_norm(part, None, None, self.scale, self.bias, training=True) for part in pooled.chunk(tasks)]
-        return normed[0] if tasks == 1 else torch.cat(normed)
-
-
-class Conv4(nn.Module):
-    """Four blocks of convolution, from images to one feature vector each.
-
-    Args:
-        channels: Channels of each block.
-        image_size: Height and width of an image; each block halves them.
-        inputs: Channels of an image.
-    """
-
-    def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
-        super().__init__()
-        if channels < 1 or inputs < 1:
-            raise ValueError(f"`Conv4(channels={channels}, inputs={inputs})`: both must be at least 1.")
-        if image_size < 16:
-            raise ValueError(f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing is left of it.")
-        self.blocks = nn.ModuleList([_Block(inputs if i == 0 else channels, channels) for i in range(4)])
-        self.features = channels * (image_size // 16) ** 2
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return features (E, N, d) of images (E, N, C, H, W), normalised over the N images of each of the E tasks."""
-        tasks, count = images.shape[:2]
-        value = images.flatten(0, 1)
-        for block in self.blocks:
-            value = block(value, tasks)
-        return value.reshape(tasks, count, -1)
-
-
-class TaskHeads(nn.Module):
-    """A linear classifier for each task, all in two tensors, zero at the start.
-
-    Args:
-        tasks: The number of tasks, T.
-        ways: Classes of a task.
-        features: The length of a feature vector, d.
-    """
-
-    def __init__(self, tasks: int, ways: int, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(tasks, ways, features))
-        self.bias = nn.Parameter(torch.zeros(tasks, ways))
-
-    def forward(self, features: Tensor, index: Tensor) -> Tensor:
-        """Return the logits (E, N, ways) of features (E, N, d), each of the E tasks by its own head."""
-        weight, bias = self.weight.index_select(0, index), self.bias.index_select(0, index)
-        return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-
-
-def adapt(features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Fit a fresh linear head to each task, from zero, by gradient steps on the cross-entropy of its support.
-
-    Args:
-        features: Support features, (E, N, d).
-        labels: Their labels, (E, N).
-        ways: Classes of a task.
-        steps: Gradient steps.
-        lr: Their length.
-
-    Returns:
-        Weights (E, ways, d) and biases (E, ways).
-    """
-    weight, bias = features.new_zeros(len(features), ways, features.shape[2]), features.new_zeros(len(features), ways)
-    truth = torch.nn.functional.one_hot(labels, ways).to(features)
-    for _ in range(steps):
-        # The gradient of the mean cross-entropy in the logits is (softmax - truth)/N.
-        logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = (logits.softmax(-1) - truth) / features.shape[1]
-        weight = weight - lr * slope.transpose(1, 2) @ features
-        bias = bias - lr * slope.sum(1)
-    return weight, bias
+__all__ = ["FewShot"]
 
 
 class FewShot(BilevelModule):
@@ -242,51 +152,25 @@ class FewShot(BilevelModule):
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
         logits = self.predict(episodes)
         wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
-        options |= {"prog_bar": True, "batch_size": len(logits)}
+        # Processes have the same batch, or parts of it: either way the mean over them is right.
+        options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
         self.log(f"{name}_loss", _loss(logits, episodes.query_labels), **options)
         self.log(f"{name}_error", wrong, **options)
 
     def on_train_end(self) -> None:
         """Show some validation episodes in TensorBoard."""
-        loggers = [logger for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)]
         episodes = getattr(getattr(self.trainer, "datamodule", None), "validation", None)
-        if loggers and isinstance(episodes, Episodes):
+        if isinstance(episodes, Episodes):
             for number in range(min(3, len(episodes.support))):
-                figure = self.episode_figure(Episodes(*(tensor[number : number + 1] for tensor in episodes)))
-                for logger in loggers:
-                    logger.experiment.add_figure(f"validation episode {number}", figure, global_step=self.trainer.global_step)
+                one = Episodes(*(tensor[number : number + 1] for tensor in episodes))
+                draw = partial(self.episode_figure, one)
+                show_figure(self.trainer, f"validation episode {number}", draw, self.trainer.global_step)
 
     def episode_figure(self, episode: Episodes) -> Any:
         """Draw one episode: in each row the support of a class and its queries, those in a frame taken for another class."""
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-
         with torch.no_grad():
-            guesses = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))[0].argmax(-1).tolist()
-        support, support_labels, query, query_labels = (tensor[0].cpu() for tensor in episode)
-        # One picture of all images: as many axes as images would take seconds to draw.
-        side, columns = self.image_size + 4, (len(support) + len(query)) // self.ways
-        sheet = torch.zeros(self.ways * side, columns * side)
-        figure = Figure(figsize=(0.6 * columns + 0.6, 0.6 * self.ways + 0.6), layout="constrained")
-        axis = figure.subplots()
-        for label in range(self.ways):
-            mine = [(support[i, 0], None) for i in (support_labels == label).nonzero().reshape(-1).tolist()]
-            mine += [(query[i, 0], guesses[i]) for i in (query_labels == label).nonzero().reshape(-1).tolist()]
-            for column, (image, guess) in enumerate(mine):
-                top, left = label * side + 2, column * side + 2
-                sheet[top : top + self.image_size, left : left + self.image_size] = image
-                if guess not in (None, label):
-                    axis.add_patch(Rectangle((left - 2, top - 2), side - 1, side - 1, fill=False, color="#D55E00", linewidth=1.5))
-                    axis.text(left + self.image_size, top + 5, str(guess), color="#D55E00", fontsize=9, ha="right", va="center")
-        axis.imshow(sheet.numpy(), cmap="gray_r")
-        axis.axvline(len(support) // self.ways * side - 0.5, color="0.5", linewidth=1)
-        axis.set_yticks([(row + 0.5) * side for row in range(self.ways)], [str(row) for row in range(self.ways)])
-        axis.set_xticks([])
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-        wrong = sum(guess != label for guess, label in zip(guesses, query_labels.tolist(), strict=True))
-        figure.suptitle(f"support | queries, {wrong} of {len(guesses)} taken for another class", fontsize=9)
-        return figure
+            logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
+        return draw_episode(episode, logits[0].argmax(-1).tolist())
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

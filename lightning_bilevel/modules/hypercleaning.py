@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
 
+from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import Box
+from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["HyperCleaning", "retrain"]
+__all__ = ["HyperCleaning"]
 
 # The paper's: |x_i| <= M and |y_j| <= B_y.
 BOUND = 100.0
@@ -67,11 +67,10 @@ class HyperCleaning(BilevelModule):
             if value < (2 if name == "classes" else 1):
                 raise ValueError(f"`HyperCleaning({name}={value})` must be at least {2 if name == 'classes' else 1}.")
         self.classes = classes
+        # The number of pixels, which a classifier of the user's own is not asked for.
+        self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
-        if classifier is None:
-            self.classifier: nn.Module = _sigmoid_network(inputs, hidden, classes)
-        else:
-            self.classifier = classifier
+        self.classifier = _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
         # Corollary on sigmoid sample weights: ENNAMCQ holds if delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
         threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(BOUND))
 
@@ -130,11 +129,10 @@ class HyperCleaning(BilevelModule):
             )
         if getattr(data, "classes", self.classes) > self.classes:
             raise ValueError(f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} classes.")
-        first = next((layer for layer in self.classifier.modules() if isinstance(layer, nn.Linear)), None)
         shape = getattr(data, "image_shape", None)
-        if shape is not None and isinstance(self.classifier, _SigmoidNetwork) and first and math.prod(shape) != first.in_features:
+        if shape is not None and self.inputs is not None and math.prod(shape) != self.inputs:
             raise ValueError(
-                f"`HyperCleaning(inputs={first.in_features})` was given images of {'x'.join(map(str, shape))} = "
+                f"`HyperCleaning(inputs={self.inputs})` was given images of {'x'.join(map(str, shape))} = "
                 f"{math.prod(shape)} pixels: they must agree."
             )
 
@@ -142,7 +140,7 @@ class HyperCleaning(BilevelModule):
         images, labels = batch
         logits = self(images)
         if dataloader_idx == 0:
-            self.log("val_loss", cross_entropy(logits, labels), prog_bar=True, add_dataloader_idx=False, batch_size=len(labels))
+            self._log("val_loss", cross_entropy(logits, labels), len(labels), add_dataloader_idx=False)
         else:
             self._log_error(logits, labels, add_dataloader_idx=False)
 
@@ -157,23 +155,28 @@ class HyperCleaning(BilevelModule):
 
     def _log_error(self, logits: Tensor, labels: Tensor, **options: Any) -> None:
         accuracy = multiclass_accuracy(logits, labels, num_classes=self.classes, average="micro")
-        self.log("test_error", 1 - accuracy, prog_bar=True, batch_size=len(labels), **options)
+        self._log("test_error", 1 - accuracy, len(labels), **options)
+
+    def _log(self, name: str, value: Tensor, batch_size: int | None = None, **options: Any) -> None:
+        # Processes have the same batch, or parts of it: either way the mean over them is right.
+        self.log(name, value.to(self.device), prog_bar=True, sync_dist=True, batch_size=batch_size, **options)
 
     def on_validation_epoch_end(self) -> None:
         corrupted = getattr(getattr(self.trainer, "datamodule", None), "corrupted", None)
         if corrupted is not None:
-            self.log("auroc", binary_auroc(-self.logits.detach().cpu(), corrupted.int().cpu()), prog_bar=True)
+            self._log("auroc", binary_auroc(-self.logits.detach().cpu(), corrupted.int().cpu()))
 
     def on_train_end(self) -> None:
         """Show the most suspicious samples in TensorBoard."""
-        loggers = [logger for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)]
         data: Any = getattr(self.trainer, "datamodule", None)
-        if loggers and len(getattr(data, "image_shape", None) or ()) == 3:
-            parts = as_chunks(data.lower).batches
-            images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-            figure = self.suspicious_figure(images, labels)
-            for logger in loggers:
-                logger.experiment.add_figure("suspicious samples", figure, global_step=self.trainer.global_step)
+        if len(getattr(data, "image_shape", None) or ()) == 3:
+
+            def draw() -> Any:
+                parts = as_chunks(data.lower).batches
+                images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+                return self.suspicious_figure(images, labels)
+
+            show_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 
     def suspicious_figure(self, images: Tensor, labels: Tensor, count: int = 32) -> Any:
         """Draw the training samples of lowest weight, each with its given and its predicted label.
@@ -183,55 +186,16 @@ class HyperCleaning(BilevelModule):
             labels: Their given labels.
             count: How many to draw.
         """
-        from matplotlib.figure import Figure
-
         index = self.suspicious(min(count, len(images))).cpu()
         with torch.no_grad():
-            predicted = self(images[index].to(self.logits)).argmax(1).cpu()
-        figure = Figure(figsize=(8 * 1.1, math.ceil(len(index) / 8) * 1.35), layout="constrained")
-        axes = list(figure.subplots(math.ceil(len(index) / 8), 8, squeeze=False).flat)
-        for axis in axes:
-            axis.set_axis_off()
-        for axis, i, guess in zip(axes, index.tolist(), predicted.tolist(), strict=False):
-            pixels = images[i].cpu().squeeze(0) if len(images[i]) == 1 else images[i].cpu().movedim(0, -1)
-            axis.imshow(pixels.numpy(), cmap="gray_r")
-            axis.set_title(f"{int(labels[i])} → {guess}", fontsize=9)
-        figure.suptitle("lowest weights: given label → predicted label", fontsize=10)
-        return figure
+            predicted = self(images[index].to(self.logits)).argmax(1).tolist()
+        title = "lowest weights: given label → predicted label"
+        return draw_samples(images[index], labels[index].tolist(), predicted, title)
 
 
-def retrain(
-    classifier: nn.Module, images: Tensor, labels: Tensor, *, steps: int = 300, lr: float = 0.01, weight_decay: float = 1e-4
-) -> nn.Module:
-    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that cleaning has kept.
-
-    Args:
-        classifier: Whose layers the copy has; their parameters are drawn anew.
-        images: The images to train on.
-        labels: Their labels.
-        steps: Steps of Adam.
-        lr: Its step size.
-        weight_decay: Its weight decay.
-    """
-    fresh = copy.deepcopy(classifier)
-    for layer in fresh.modules():
-        reset = getattr(layer, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        cross_entropy(fresh(images), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return fresh
-
-
-class _SigmoidNetwork(nn.Sequential):
+def _sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:
     """The paper's classifier."""
-
-
-def _sigmoid_network(inputs: int, hidden: int, classes: int) -> _SigmoidNetwork:
-    network = _SigmoidNetwork(nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(0.01 * torch.randn_like(parameter))

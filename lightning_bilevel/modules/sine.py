@@ -87,7 +87,7 @@ class SineProblem(BilevelModule):
         return {"x_error": x_error, "y_error": float(y_error / max(float(torch.linalg.vector_norm(self.y_star)), 1.0))}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_dict(self.errors(), prog_bar=True, batch_size=1)
+        self.log_dict(self.errors(), prog_bar=True, sync_dist=True, batch_size=1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_dict(self.errors(), batch_size=1)
+        self.log_dict(self.errors(), sync_dist=True, batch_size=1)

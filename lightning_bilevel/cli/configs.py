@@ -1,0 +1,101 @@
+"""The configs of a comparison: found, resolved, and held to one task."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.messages import parsing_error
+
+__all__ = ["MethodConfig", "check_same_task", "find_configs", "read_config"]
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """A config as it was resolved: the task that it poses and the solver that it names."""
+
+    name: str
+    text: str
+
+    @property
+    def values(self) -> dict[str, Any]:
+        resolved: dict[str, Any] = yaml.safe_load(self.text)
+        return resolved
+
+    @property
+    def solver(self) -> str:
+        return str(self.values["model"]["init_args"]["solver"]["class_path"]).rsplit(".", 1)[-1]
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """All that decides data, split and start."""
+        values = self.values
+        # Neither the solver nor the unit that it measures a level in changes the problem, and an envelope is for evaluation.
+        for how in ("solver", "upper_unit", "lower_unit", "envelope"):
+            values["model"]["init_args"].pop(how, None)
+        return {
+            "seed_everything": values["seed_everything"],
+            "model": values["model"],
+            "data": values["data"],
+            "precision": str(values["trainer"]["precision"]),
+        }
+
+
+class _ParseOnly(BilevelCLI):
+    def instantiate_classes(self) -> None:
+        """Leave it at the parsed config."""
+
+
+def read_config(path: Path) -> MethodConfig:
+    """Resolve a config, which must name its solver."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
+    except argparse.ArgumentError as error:
+        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
+    parsed = MethodConfig(path.stem, cli.parser.dump(cli.config, skip_none=False))
+    model = parsed.values["model"]
+    if not isinstance((model.get("init_args") or {}).get("solver"), dict):
+        raise ValueError(
+            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver by the config: give its "
+            "`__init__` an argument `solver: SolverCallable = IVSP`, hand it to `declare`, and name the solver there."
+        )
+    return parsed
+
+
+def find_configs(paths: Sequence[Path]) -> list[Path]:
+    """Return the YAML files that are named, and those in the folders that are named."""
+    found = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(
+                f"`compare {path}`: there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them."
+            )
+        found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it.")
+    names = [path.stem for path in found]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise ValueError(f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own.")
+    return found
+
+
+def check_same_task(configs: Sequence[MethodConfig], allowed: bool) -> None:
+    """Refuse configs that pose different tasks, unless that is allowed."""
+    first = configs[0]
+    for other in configs[1:]:
+        wrong = [f"{key} ({other.task[key]!r}, not {value!r})" for key, value in first.task.items() if other.task[key] != value]
+        if wrong and not allowed:
+            raise ValueError(
+                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The comparison would be unfair; with "
+                "--allow-different-tasks it is made all the same."
+            )

@@ -1,0 +1,83 @@
+"""What a comparison takes down of each method."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_bilevel.callbacks.monitor import usual_tolerance
+from lightning_bilevel.core.moreau import Envelope
+
+__all__ = ["NEVER", "Recorder"]
+
+# A `Trainer.val_check_batch` at which there is no validation.
+NEVER = sys.maxsize
+
+
+class Recorder(Callback):
+    """Evaluates a method when its optimisation time has come to given times.
+
+    A validation belongs to an evaluation, if there are validation data and a ``validation_step``. The Trainer is asked for
+    one at the very iteration, whatever the length of its epochs: it must have been made with ``val_check_interval=NEVER`` and
+    ``check_val_every_n_epoch=None``. The rows are part of a checkpoint, so a run that was interrupted has them when it goes on.
+
+    Args:
+        times: The times of the evaluations, in seconds of optimisation, in their order.
+        shown: Is told the time that was spent, at each iteration.
+        envelope: The Moreau envelope of the evaluations; None is the module's.
+
+    Attributes:
+        rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
+    """
+
+    def __init__(
+        self, times: Sequence[float], shown: Callable[[float], None] = lambda spent: None, envelope: Envelope | None = None
+    ) -> None:
+        self.times = times
+        self.shown = shown
+        self.envelope = envelope
+        self.rows: list[dict[str, float]] = []
+        self._due = False
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        spent = pl_module.last_step.optimization_time
+        self.shown(spent)
+        evaluated = self.rows[-1]["optimization_time"] if self.rows else 0.0
+        self._due = spent >= next((time for time in self.times if time > evaluated), float("inf"))
+        # Lightning asks for it next.
+        trainer.val_check_batch = 1 if self._due else NEVER
+
+    # Either comes after the validation.
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._evaluate(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: Trainer, pl_module: Any) -> None:
+        if not self._due:
+            return
+        self._due = False
+        info = pl_module.last_step
+        row = {"iteration": info.iteration, "optimization_time": info.optimization_time, "passes": info.passes}
+        row |= {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
+        certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
+        if certificate is not None:
+            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
+        self.rows.append(row)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = state_dict["rows"]

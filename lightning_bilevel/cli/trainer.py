@@ -1,0 +1,128 @@
+"""A Trainer that also certifies checkpoints and probes problems: what ``certify`` and ``probe`` run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
+from lightning_bilevel.callbacks.monitor import solver_of
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.table import table
+
+__all__ = ["WITHOUT_STEPS", "BilevelTrainer"]
+
+# The arguments of a Trainer that restores a run to look at it, and leaves no file. A checkpoint may be of any epoch.
+WITHOUT_STEPS: dict[str, Any] = {
+    "limit_train_batches": 0,
+    "max_epochs": -1,
+    "fast_dev_run": False,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class BilevelTrainer(Trainer):
+    """A Trainer that can also certify a checkpoint, and tell the constants that a problem suggests."""
+
+    def certify(
+        self,
+        model: BilevelMixin,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        tolerance: float | None = None,
+        weights_only: bool | None = None,
+    ) -> Certificate | None:
+        """Print the certificate of a checkpoint.
+
+        Args:
+            model: The module that the checkpoint was saved with.
+            datamodule: Its data.
+            ckpt_path: The checkpoint.
+            tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and
+                1e-5 in float32.
+            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and plain values.
+        """
+        if ckpt_path is None or not Path(ckpt_path).is_file():
+            raise MisconfigurationException(f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint.")
+        if tolerance is not None and not tolerance > 0:
+            raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
+        batch = self._restore(model, datamodule, ckpt_path, weights_only)
+        certificate = model.certify(batch=batch, tolerance=tolerance)
+        if certificate is None:
+            raise MisconfigurationException(
+                f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
+            )
+        if self.is_global_zero:
+            solver = solver_of(self)
+            title = f"{type(solver).__name__} on {type(model).__name__}, {Path(ckpt_path).name}"
+            print(as_text(title, certificate, self._tally(), solver))
+        return certificate
+
+    def probe(
+        self,
+        model: BilevelMixin,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> list[tuple[str, str]]:
+        """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
+
+        Args:
+            model: The module, with any solver. The relaxation delta is that of its envelope, or 1e-3.
+            datamodule: Its data.
+            ckpt_path: Not used, as constants are chosen at the start of a run; the config that ``fit`` saves has it.
+            weights_only: Not used; likewise.
+        """
+        batch = self._restore(model, datamodule)
+        own, problem, envelope = solver_of(self), model.problem_on(batch), model.envelope
+        delta = 1e-3 if envelope is None else envelope.delta
+        rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
+        given = own.hyper_parameters if isinstance(own, IVSP) else {}
+        shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
+        if self.is_global_zero:
+            print(table(f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown))
+            print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
+            if ckpt_path is not None:
+                print(f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a run.")
+        return rows
+
+    def _tally(self) -> Tally:
+        """Return the counts of the restored run, which its report had."""
+        callbacks: list[Callback] = cast(Any, self).callbacks
+        reports = [callback for callback in callbacks if isinstance(callback, CertificateReport)]
+        return reports[0].tally if reports else Tally()
+
+    def _restore(
+        self,
+        model: BilevelMixin,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Do all of a fit but the steps, and return its batch.
+
+        Module, solver and callbacks are as they were when the checkpoint was saved.
+        """
+        if self.limit_train_batches != 0:
+            raise MisconfigurationException(
+                f"`BilevelTrainer(limit_train_batches={self.limit_train_batches})` would train: what only looks is done by a "
+                "`BilevelTrainer(**WITHOUT_STEPS)`."
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            module = cast(LightningModule, model)
+            self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
+        return move_data_to_device(batch, self.strategy.root_device)

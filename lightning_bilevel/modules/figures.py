@@ -1,0 +1,91 @@
+"""The figures of the ready modules; matplotlib is imported by the functions that draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.report.figures import PALETTE
+
+__all__ = ["draw_episode", "draw_samples"]
+
+_ACROSS = 8
+_WRONG = PALETTE["vermillion"]
+
+
+def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int], title: str) -> Any:
+    """Draw images, each with its given and its predicted label above it.
+
+    Args:
+        images: The images, (N, C, H, W).
+        given: Their given labels.
+        predicted: Their predicted labels.
+        title: What stands above all of them.
+    """
+    from matplotlib.figure import Figure
+
+    down = math.ceil(len(images) / _ACROSS)
+    figure = Figure(figsize=(_ACROSS * 1.1, down * 1.35), layout="constrained")
+    axes = list(figure.subplots(down, _ACROSS, squeeze=False).flat)
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, image, label, guess in zip(axes, images.cpu(), given, predicted, strict=False):
+        pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
+        axis.imshow(pixels.numpy(), cmap="gray_r")
+        axis.set_title(f"{label} → {guess}", fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def draw_episode(episode: Episodes, guesses: Sequence[int]) -> Any:
+    """Draw one episode: in each row the support of a class and its queries.
+
+    A query that was taken for another class has a frame and the number of that class.
+
+    Args:
+        episode: The episode, as the only one of its tensors.
+        guesses: The predicted label of each query.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    support, support_labels, query, query_labels = (tensor[0].cpu() for tensor in episode)
+    ways, size = int(support_labels.max()) + 1, int(support.shape[-1])
+    # One picture of all images: as many axes as images would take seconds to draw.
+    side, columns = size + 4, (len(support) + len(query)) // ways
+    sheet = torch.zeros(ways * side, columns * side)
+    figure = Figure(figsize=(0.6 * columns + 0.6, 0.6 * ways + 0.6), layout="constrained")
+    axis = figure.subplots()
+    for label in range(ways):
+        mine: list[tuple[Tensor, int | None]] = []
+        mine += [(support[i, 0], None) for i in _indices(support_labels, label)]
+        mine += [(query[i, 0], guesses[i]) for i in _indices(query_labels, label)]
+        for column, (image, guess) in enumerate(mine):
+            top, left = label * side + 2, column * side + 2
+            sheet[top : top + size, left : left + size] = image
+            if guess not in (None, label):
+                corner = left - 2, top - 2
+                frame = Rectangle(corner, side - 1, side - 1, fill=False, color=_WRONG, linewidth=1.5)
+                axis.add_patch(frame)
+                place: Any = {"color": _WRONG, "fontsize": 9, "ha": "right", "va": "center"}
+                axis.text(left + size, top + 5, str(guess), **place)
+    axis.imshow(sheet.numpy(), cmap="gray_r")
+    axis.axvline(len(support) // ways * side - 0.5, color="0.5", linewidth=1)
+    axis.set_yticks([(row + 0.5) * side for row in range(ways)], [str(row) for row in range(ways)])
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    wrong = sum(g != label for g, label in zip(guesses, query_labels.tolist(), strict=True))
+    title = f"support | queries, {wrong} of {len(guesses)} taken for another class"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _indices(labels: Tensor, label: int) -> list[int]:
+    found: list[int] = (labels == label).nonzero().reshape(-1).tolist()
+    return found

@@ -1,0 +1,37 @@
+"""Training a classifier from scratch on the samples that cleaning has kept."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+__all__ = ["retrain"]
+
+
+def retrain(
+    classifier: nn.Module, images: Tensor, labels: Tensor, *, steps: int = 300, lr: float = 0.01, weight_decay: float = 1e-4
+) -> nn.Module:
+    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that cleaning has kept.
+
+    Args:
+        classifier: Whose layers the copy has; their parameters are drawn anew.
+        images: The images to train on.
+        labels: Their labels.
+        steps: Steps of Adam.
+        lr: Its step size.
+        weight_decay: Its weight decay.
+    """
+    fresh = copy.deepcopy(classifier)
+    for layer in fresh.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(fresh(images), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return fresh

@@ -1,0 +1,188 @@
+"""Figures of what a run did, and of what several runs did in the same time.
+
+matplotlib and numpy are imported by the functions that draw, so that nobody else waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+__all__ = ["PALETTE", "Curve", "draw", "draw_comparison"]
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+PALETTE = {
+    "vermillion": "#D55E00",
+    "blue": "#0072B2",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "black": "#000000",
+}
+# A solver has the same colour in every figure.
+_SOLVERS = dict(zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True))
+_STYLES = ("-", "--", ":", "-.")
+_BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
+# What is drawn of a run, panel by panel: the name of a series, its label, its colour and the style
+# of its line.
+_PANELS: dict[str, list[tuple[str, str, str, str]]] = {
+    "upper level f": [("bilevel/upper", "", "vermillion", "-")],
+    "lower level g": [("bilevel/lower", "", "blue", "-")],
+    "Moreau gap R, feasible below 0": [
+        ("bilevel/moreau_gap", "as the solver sees it", "sky", "-"),
+        ("residual", "evaluated", "blue", "o-"),
+    ],
+    "KKT residuals": [
+        ("stationarity", "stationarity", "vermillion", "o-"),
+        ("feasibility", "feasibility", "blue", "o-"),
+        ("complementarity", "complementarity", "green", "o-"),
+    ],
+    "penalty and smoothing": [
+        ("bilevel/penalty", "inverse penalty gamma", "purple", "-"),
+        ("update", "an update of the penalty", "vermillion", "v"),
+        ("bilevel/smoothing", "smoothing mu", "black", "-"),
+    ],
+    "cost of an iteration": [
+        ("bilevel/inner_iterations", "inner iterations", "orange", "-"),
+        ("bilevel/trials", "trials", "black", "-"),
+    ],
+}
+
+
+class Curve(NamedTuple):
+    """One method in a panel of a comparison: its solver's name, its label, and its points."""
+
+    solver: str
+    label: str
+    times: Sequence[float]
+    values: Sequence[float]
+
+
+def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+    """Draw the series of a run that there are, and return the pixels.
+
+    Args:
+        series: The iterations and the values of each series, by its name.
+    """
+    import matplotlib as mpl
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _panels(series)
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with mpl.rc_context({"font.size": 9, **_BARE}):
+        figure = Figure(figsize=(4.4 * columns, 2.4 * rows), dpi=100)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis, (title, lines) in zip(axes, panels.items(), strict=False):
+            for name, label, colour, style in lines:
+                drawn = {"color": PALETTE[colour], "markersize": 3, "linewidth": 1.3}
+                axis.plot(*series[name], style, label=label, **drawn)
+            _scale(axis, [value for name, *_ in lines for value in series[name][1]])
+            # Ticks cost more than curves: few, none between, and without the mathematical setting
+            # of powers.
+            axis.minorticks_off()
+            axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
+            axis.set_title(title, y=1.0)  # a place of its own choice is found by measuring all ticks
+            axis.grid(alpha=0.3)
+            if any(label for _, label, *_ in lines):
+                axis.legend(frameon=False, fontsize=8)
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        for axis in axes[max(len(panels) - columns, 0) : len(panels)]:
+            axis.set_xlabel("outer iteration")
+        top, bottom = 1 - 0.3 / (2.4 * rows), 0.5 / (2.4 * rows)
+        figure.subplots_adjust(left=0.08, right=0.985, top=top, bottom=bottom, wspace=0.2, hspace=0.35)
+        canvas: Any = FigureCanvasAgg(figure)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _panels(series: Mapping[str, Any]) -> dict[str, list[tuple[str, str, str, str]]]:
+    panels = {title: [line for line in lines if line[0] in series] for title, lines in _PANELS.items()}
+    logged = [name for name in series if name.startswith("validation/")]
+    colours = list(PALETTE)
+    panels["validation"] = [(name, name.split("/", 1)[1], colours[i % len(colours)], "o-") for i, name in enumerate(logged)]
+    return {title: lines for title, lines in panels.items() if lines}
+
+
+def draw_comparison(panels: Mapping[str, Sequence[Curve]], title: str) -> Any:
+    """Draw several methods against optimisation time, and return the figure.
+
+    Args:
+        panels: The curves of each metric, by its name; the methods are the same in each, in the
+            same order.
+        title: What stands above.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    columns = len(panels) if len(panels) <= 4 else 3
+    rows = math.ceil(len(panels) / columns)
+    with mpl.rc_context({"font.size": 10, **_BARE}):
+        figure = Figure(figsize=(3.4 * columns, 2.8 * rows + 0.7), layout="constrained")
+        axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis, (name, curves) in zip(axes, panels.items(), strict=False):
+            for index, curve in enumerate(curves):
+                same_before = sum(other.solver == curve.solver for other in curves[:index])
+                ours = curve.solver == "IVSP"
+                axis.plot(
+                    curve.times,
+                    curve.values,
+                    color=_SOLVERS.get(curve.solver, f"C{index}"),
+                    linestyle=_STYLES[same_before % len(_STYLES)],
+                    linewidth=2.4 if ours else 1.5,
+                    zorder=3 if ours else 2,
+                    label=curve.label,
+                )
+            _scale(axis, [value for curve in curves for value in curve.values])
+            _label_ticks(axis, [value for curve in curves for value in curve.values])
+            axis.set_xlabel("optimisation time (s)")
+            axis.set_title(name)
+            axis.grid(alpha=0.3)
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        handles, labels = axes[0].get_legend_handles_labels()
+        across = min(len(labels), 8 if columns > 2 else 4)
+        figure.suptitle(title)
+        figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False)
+    return figure
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """Make an axis logarithmic where its values span more than a power of ten.
+
+    Where they are on either side of 0, the axis is logarithmic on either side.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    sizes = [abs(value) for value in finite if value != 0.0]
+    if not sizes or max(finite) <= 0.0 or max(sizes) <= 10 * min(sizes):
+        return
+    if min(finite) < 0.0:
+        # R falls by powers of ten and then stays about 0: what it is in the second half is about
+        # where the powers end.
+        axis.set_yscale("symlog", linthresh=median(sizes[len(sizes) // 2 :]))
+        axis.axhline(0.0, color="0.6", linewidth=0.8)
+    elif len(sizes) < len(finite):
+        # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
+        axis.set_yscale("symlog", linthresh=min(sizes))
+        axis.set_ylim(bottom=0.0)
+    else:
+        axis.set_yscale("log")
+
+
+def _label_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Label a logarithmic axis that powers of ten alone would leave with one label."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    if axis.get_yscale() == "linear":
+        return
+    sizes = [abs(value) for value in values if math.isfinite(value) and value != 0.0]
+    if max(sizes) < 100 * min(sizes):
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
