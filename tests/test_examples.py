@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 NAMES = [
     "sine",
     "clean_your_data",

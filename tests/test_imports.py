@@ -1,14 +1,10 @@
 import ast
 import sys
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from package import MODULES, public_names
 
-import lightning_bilevel
-
-PACKAGE = Path(lightning_bilevel.__file__).parent
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
     {"files", "version"},
@@ -86,14 +82,6 @@ PUBLIC = [
 ]
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-
-
 @cache
 def imported(module: str) -> set[str]:
     """The modules that a module imports, anywhere in its text, by full name."""
@@ -153,12 +141,7 @@ def test_the_rest_of_the_package_does_not_import_from_its_top() -> None:
 
 
 def test_public_names() -> None:
-    found = {
-        name
-        for name, value in vars(lightning_bilevel).items()
-        if not name.startswith("_") and not (isinstance(value, ModuleType) and value.__name__.startswith("lightning_bilevel."))
-    }
-    assert sorted(found) == sorted(PUBLIC)
+    assert public_names() == sorted(PUBLIC)
 
 
 def test_every_all_names_what_exists() -> None:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_imports import PUBLIC
+from package import public_names
+from places import ROOT
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
@@ -16,7 +17,6 @@ from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.compare import _files
 
-ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
 EXTRAS = re.findall(
     r"^(\w+) = ", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0], re.M
@@ -107,7 +107,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/")))
     named = re.findall(r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)", reference, re.MULTILINE)
-    assert sorted(named) == sorted(PUBLIC)
+    assert sorted(named) == public_names()
 
 
 def test_the_readme_is_short() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import MILD, PAPER, Weighting, weighting_data
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_mixin import same_parameters, trainer
+from running import Recorder, events, same_parameters, trainer
 
 from lightning_bilevel import BilevelProgressBar, CertificateReport, FullBatchDataModule, SineProblem
-
-
-class Recorder(Callback):
-    """Keeps the record of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.steps.append({**asdict(pl_module.last_step), "optimization_time": None})
 
 
 @pytest.mark.parametrize(
@@ -134,12 +122,6 @@ def test_a_resumed_run_is_certified_with_the_checkpoints_constants(tmp_path: Any
     certificate = other.certify()
     assert certificate is not None
     assert certificate.rho == 0.1
-
-
-def events(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder))
-    accumulator.Reload()
-    return accumulator
 
 
 def test_tensorboard_and_csv_have_the_documented_names(tmp_path: Any) -> None:

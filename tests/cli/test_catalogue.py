@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import CONFIGS
 
 import lightning_bilevel
 from lightning_bilevel.__main__ import OVERVIEW, main
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import TASKS, folder, ready, with_ready_configs
 
-ROOT = Path(__file__).parent.parent
 IVSP = folder() / "synthetic" / "ivsp.yaml"
 
 
@@ -53,7 +53,7 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
     main(["tasks"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[: len(TASKS) + 1]] == ["TASK", *(task.name for task in TASKS)]
-    assert {task.name for task in TASKS} == {path.name for path in (ROOT / "configs").iterdir()}
+    assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
     for task in TASKS:
         data = yaml.safe_load((folder() / task.name / "ivsp.yaml").read_text())["data"]["class_path"]

@@ -11,16 +11,13 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
-from test_cli import fit
-from test_mixin import trainer
-from test_trainer import events
+from places import CONFIGS
+from running import events, fit, trainer
 from torch import Tensor
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear, max_pool2d
 
 from lightning_bilevel import BOME, Chunks, FewShot, GlyphEpisodes
 from lightning_bilevel.modules.fewshot import Conv4, adapt
-
-ROOT = Path(__file__).parent.parent
 
 
 def data(**options: Any) -> GlyphEpisodes:
@@ -252,7 +249,7 @@ def test_every_config_of_the_glyphs_runs(
     sizes = ["--model.tasks=4", "--data.n_train=4", "--data.n_validation=2", "--data.n_test=2", "--model.channels=4"]
     sizes += ["--data.train_classes=12", "--data.validation_classes=10", "--data.test_classes=10"]
     short = ["--trainer.max_epochs=1", "--data.epoch_length=2", "--trainer.log_every_n_steps=2"]
-    fit(tmp_path, *sizes, *short, config=ROOT / "configs" / "glyphs" / f"{name}.yaml")
+    fit(tmp_path, *sizes, *short, config=CONFIGS / "glyphs" / f"{name}.yaml")
     printed = capsys.readouterr().out
     assert "KKT stationarity" in printed
     assert "constraint qualification  holds: the lower level is convex" in printed

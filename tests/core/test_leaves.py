@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from modules import Weighting, samples
-from test_mixin import same_parameters, trainer
+from running import same_parameters, trainer
 from torch import Tensor
 
 from lightning_bilevel import Chunks, FullBatchDataModule

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Weighting, weighting_data
-from test_mixin import trainer
+from running import trainer
 
 from lightning_bilevel import BOME, FullBatchDataModule, MoreauGapMonitor, SineProblem
 from lightning_bilevel.plugin.checkpoints import FORMAT, KEY, WholeFileIO

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PLAIN, groups, point_of
+from places import SYNTHETIC
 from torch import Tensor
 
 from benchmarks.defaults import solve_random
@@ -220,7 +221,7 @@ def test_probe_says_what_would_be_chosen_and_what_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: str, given: str
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-bilevel"])  # LightningCLI warns of arguments from two sides, pytest's being one
-    file = Path(__file__).parents[1] / "configs" / "synthetic" / f"{config}.yaml"
+    file = SYNTHETIC / f"{config}.yaml"
     main(["probe", "--config", str(file), "--model.init_args.n=10", f"--trainer.default_root_dir={tmp_path}"])
     told = capsys.readouterr().out
     rows = {line.split("  ")[0]: line for line in told.splitlines()}

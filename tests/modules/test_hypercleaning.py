@@ -11,16 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from modules import MILD
-from test_cli import fit
-from test_mixin import trainer
-from test_trainer import events
+from places import CONFIGS
+from running import events, fit, trainer
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
-
-ROOT = Path(__file__).parent.parent
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
@@ -162,7 +159,7 @@ def test_digits_are_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    fit(tmp_path, *quiet, config=ROOT / "configs" / "digits" / "ivsp.yaml")
+    fit(tmp_path, *quiet, config=CONFIGS / "digits" / "ivsp.yaml")
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines() if "  " in line
     }

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,17 @@ from typing import Any
 import parallel
 import pytest
 import torch
-import yaml
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, samples
+from places import SUPPORT
+from starting import gone, started, two_process_config
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.plugin.processes import part_of
 
-HERE = Path(__file__).parent
 TASKS = ["sine", "cleaning", "fewshot"]
 CASES = [f"{task}/{solver}/{precision}" for task in TASKS for solver in parallel.SOLVERS for precision in ("64-true", "32-true")]
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP chooses differ.
@@ -36,19 +34,11 @@ CASES += [f"{task}/ivsp/64-true" for task in ("chunks", "encoded", "one sample",
 CLOSE = {"64-true": 1e-12, "32-true": 1e-5}
 
 
-def started(*command: Any, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        environment.pop(name, None)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, **{**pipes, **options})
-
-
 @pytest.fixture(scope="module")
 def over_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every case ended with in both of two processes."""
     out = tmp_path_factory.mktemp("parallel") / "out.pt"
-    process = started(HERE / "parallel.py", out, *CASES)
+    process = started(SUPPORT / "parallel.py", out, *CASES)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     found: dict[str, Any] = torch.load(out, weights_only=True)
@@ -84,7 +74,7 @@ def start(case: str) -> Any:
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each wrong module or loader was refused with, in both of two processes."""
     out = tmp_path_factory.mktemp("refusals") / "out"
-    process = started(HERE / "parallel_faults.py", "refusals", out, cwd=out.parent)  # they leave files where they run
+    process = started(SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent)  # they leave files where they run
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
@@ -118,14 +108,6 @@ def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: lis
     assert "from" not in works
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended (what is left of it waits for its parent)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
@@ -135,7 +117,7 @@ def gone(pid: int) -> bool:
     ],
 )
 def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, words: str | None) -> None:
-    process = started(HERE / "parallel_faults.py", how, rank, cwd=tmp_path, start_new_session=True)
+    process = started(SUPPORT / "parallel_faults.py", how, rank, cwd=tmp_path, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
@@ -148,21 +130,6 @@ def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def two_process_config(folder: Path, **trainer: Any) -> Path:
-    """A small problem of the synthetic kind whose config asks for two processes."""
-    content = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
-    content["model"]["init_args"]["n"] = 10
-    content["trainer"] |= {
-        "strategy": "ddp",
-        "devices": 2,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **trainer,
-    }
-    (folder / "ivsp.yaml").write_text(yaml.safe_dump(content))
-    return folder / "ivsp.yaml"
 
 
 def test_a_comparison_over_two_processes(tmp_path: Path) -> None:

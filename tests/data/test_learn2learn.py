@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_mixin import trainer
+from running import trainer
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, Episodes, FewShot, GlyphEpisodes, TaskEpisodes, draw_glyphs

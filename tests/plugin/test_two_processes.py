@@ -15,8 +15,9 @@ import torch
 import two_processes
 import yaml
 from modules import samples
-from test_mixin import trainer
-from test_processes import HERE, gone, started, two_process_config
+from places import SUPPORT
+from running import trainer
+from starting import gone, started, two_process_config
 
 from lightning_bilevel import FullBatchDataModule
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.compatibility
 def fits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of all fits over two processes, and what they printed."""
     folder = tmp_path_factory.mktemp("fits")
-    process = started(HERE / "two_processes.py", folder, cwd=folder)
+    process = started(SUPPORT / "two_processes.py", folder, cwd=folder)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return folder, printed

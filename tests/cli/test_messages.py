@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from test_processes import HERE, started
+from places import SYNTHETIC
+from starting import started
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.messages import parsing_error
 
-CONFIG = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
+CONFIG = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
 SOLVER, MODEL = "model.init_args.solver.init_args.", "model.init_args."
 
 

@@ -14,15 +14,14 @@ import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, weighting_data
-from test_mixin import trainer
+from places import SYNTHETIC
+from running import trainer
 
 from lightning_bilevel import OptimizationBudget
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.compare import _TimedEpochs, compare
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
-
-SYNTHETIC = Path(__file__).parent.parent / "configs" / "synthetic"
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from helpers import PROBLEMS, Problem, make_ivsp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from modules import MILD, Weighting, weighting_data
-from test_mixin import trainer
+from running import trainer
 from torch import Tensor
 
 from lightning_bilevel import (

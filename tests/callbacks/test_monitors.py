@@ -19,9 +19,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Weighting, samples, weighting_data
-from test_mixin import same_parameters
-from test_mixin import trainer as quiet_trainer
-from test_trainer import Recorder, events
+from running import Recorder, events, same_parameters
+from running import trainer as quiet_trainer
 from torch import Tensor
 from torch.func import functional_call
 

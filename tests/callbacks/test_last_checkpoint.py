@@ -16,8 +16,9 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Weighting, weighting_data
-from test_mixin import same_parameters, trainer
-from test_processes import HERE, started
+from places import SUPPORT, SYNTHETIC
+from running import same_parameters, trainer
+from starting import started
 from torch import Tensor
 
 from lightning_bilevel import BilevelError, LastCheckpoint, files
@@ -29,7 +30,7 @@ from lightning_bilevel.plugin.checkpoints import WholeFileIO
 
 
 def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) -> dict[str, Any]:
-    process = started(HERE / "crashes.py", folder, seed, kills, *solvers)
+    process = started(SUPPORT / "crashes.py", folder, seed, kills, *solvers)
     printed, errors = process.communicate(timeout=timeout)
     assert process.returncode == 0, errors
     found: dict[str, Any] = json.loads(printed)
@@ -189,7 +190,7 @@ def test_the_command_line_says_what_is_wrong_with_the_folder(
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", broken)
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", str(HERE.parent / "configs/synthetic/ivsp.yaml"), f"--trainer.default_root_dir={tmp_path}"])
+        main(["fit", "--config", str(SYNTHETIC / "ivsp.yaml"), f"--trainer.default_root_dir={tmp_path}"])
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert f"lightning-bilevel: [Errno {number}] {os.strerror(number)}: '{tmp_path}'" in error
@@ -203,7 +204,7 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     from lightning_bilevel.cli import compare as module
 
     monkeypatch.setattr(module._Recorder, "SAVE_EVERY", 0.0)
-    call = ["compare", str(HERE.parent / "configs/synthetic/ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]
+    call = ["compare", str(SYNTHETIC / "ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]
     call += ["--out", str(tmp_path / "out")]
     replace = os.replace
 
@@ -241,7 +242,7 @@ def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
 
 def test_the_command_line_keeps_a_users_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-    content = yaml.safe_load((HERE.parent / "configs" / "synthetic" / "ivsp.yaml").read_text())
+    content = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
     content["trainer"]["default_root_dir"] = str(tmp_path)
     for own in ([], [{"class_path": "ModelCheckpoint", "init_args": {"every_n_epochs": 3}}]):
         content["trainer"]["callbacks"] = own

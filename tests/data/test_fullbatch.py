@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Encoded, Weighting, samples, weighting_data
-from test_mixin import trainer
+from running import trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, Encoded, Weighting, samples, weighting_data
-from test_mixin import same_parameters, trainer
+from running import same_parameters, trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

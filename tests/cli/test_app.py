@@ -12,23 +12,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
-from test_trainer import events
+from places import CONFIGS, SYNTHETIC
+from running import events, fit
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.compare import _parse
 
-ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
-CONFIG = ROOT / "configs" / "synthetic" / "ivsp.yaml"
+CONFIG = SYNTHETIC / "ivsp.yaml"
 
 
 @pytest.fixture(autouse=True)
 def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-
-
-def fit(tmp_path: Path, *args: str, config: Path = CONFIG) -> None:
-    main(["fit", "--config", str(config), f"--trainer.default_root_dir={tmp_path}", *args])
 
 
 def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +257,7 @@ def test_the_command_is_installed() -> None:
     assert "lightning-bilevel fit --config synthetic/ivsp" in result.stdout
 
 
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+READY = sorted(CONFIGS.rglob("*.yaml"))
 
 
 FOLDERS = {"MNISTCleaning": "MNIST", "FashionMNISTCleaning": "FashionMNIST", "OmniglotEpisodes": "omniglot-py"}
@@ -273,7 +269,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names arguments that exist; where its data are at hand, it makes a step."""
     assert _parse(config).solver.lower() == config.stem.split("_")[0]

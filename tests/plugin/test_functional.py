@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from modules import MILD, Encoded, Weighting, samples, weighting_data
-from test_mixin import same_parameters, trainer
+from running import same_parameters, trainer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 

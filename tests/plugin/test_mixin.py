@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Encoded, EncodedOnce, Weighting, samples, weighting_data
+from running import bare, same_parameters, trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -32,22 +33,6 @@ from lightning_bilevel import (
     SineProblem,
     solve,
 )
-
-
-def trainer(tmp_path: Any, **kwargs: Any) -> Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", default_root_dir=tmp_path, **{**quiet, "max_epochs": -1, **kwargs})
-
-
-def bare(module: Any, batch: Any, steps: int) -> list[Any]:
-    declared = module._declaration
-    solver = declared.solver(declared.groups())
-    problem = module.bilevel_problem(batch).in_units(*declared.units)
-    return [solver.step(problem=problem) for _ in range(steps)]
-
-
-def same_parameters(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])

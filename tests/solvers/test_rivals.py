@@ -4,7 +4,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jsonargparse
@@ -13,6 +12,7 @@ import pytest
 import torch
 import yaml
 from numpy.typing import NDArray
+from places import SYNTHETIC
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
@@ -29,7 +29,6 @@ from lightning_bilevel.solvers.vpbgd import VPBGD
 
 Array = NDArray[np.float64]
 Solver = type[BilevelOptimizer]
-SYNTHETIC = Path(__file__).parent.parent / "configs" / "synthetic"
 
 
 def vector(*numbers: float) -> Tensor:
