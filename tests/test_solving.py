@@ -1,11 +1,10 @@
-import io
 import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import PROBLEMS, SOLVERS, Problem, Solver, groups, make_ivsp, point_of, solved
+from helpers import PROBLEMS, groups, make_ivsp, point_of
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -21,69 +20,7 @@ from lightning_bilevel import (
     solve,
 )
 
-every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=str)
 by_name = {problem.name: problem for problem in PROBLEMS}
-
-
-# ---------------------------------------------------------------- every solver on every problem
-
-
-@every_problem
-@every_solver
-class TestContract:
-    def test_ends_where_it_says(self, solver: Solver, problem: Problem) -> None:
-        solution = solved(solver, problem)
-        assert len(solution.history) == problem.steps
-        if solver.kkt is not None:
-            assert solution.certificate is not None
-            assert solution.certificate.kkt < solver.kkt
-            for got, expected in zip((solution.x, solution.y), problem.at("solution"), strict=True):
-                assert (got - expected).norm() < 10 * solver.kkt
-
-    def test_stays_in_the_sets(self, solver: Solver, problem: Problem) -> None:
-        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
-        for _ in range(10):
-            optimizer.step(problem=built)
-            for convex_set, v in zip((built.upper_set, built.lower_set), point_of(optimizer), strict=True):
-                assert (convex_set.project(v) - v).norm() <= 1e-14 * (1 + v.norm())
-
-    def test_makes_the_passes_that_it_states(self, solver: Solver, problem: Problem) -> None:
-        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
-        for _ in range(5):
-            before = built.calls
-            info = optimizer.step(problem=built)
-            assert info.calls == built.calls - before
-            if solver.passes is not None and info.iteration > 1:
-                assert info.calls.passes == solver.passes
-
-    def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
-        optimizer, built = solver.make(problem)(groups(*problem.at())), problem.build()
-        kinds = []
-        for _ in range(3):
-            optimizer.step(problem=built)
-            kinds.append({name: type(value) for name, value in optimizer.state_dict()["state"][0].items()})
-        assert kinds[0] == kinds[1] == kinds[2]
-        assert set(kinds[0].values()) <= {Tensor, int, float, bool}
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-    def test_resumes_bitwise(self, solver: Solver, problem: Problem, dtype: torch.dtype) -> None:
-        straight, built = solver.make(problem)(groups(*problem.at(dtype=dtype))), problem.build()
-        for _ in range(4):
-            straight.step(problem=built)
-        file = io.BytesIO()
-        torch.save(straight.state_dict(), file)
-        file.seek(0)
-        resumed, other = solver.make(problem)(groups(*point_of(straight))), problem.build()
-        resumed.load_state_dict(torch.load(file, weights_only=True))
-        for _ in range(4):
-            expected, got = straight.step(problem=built), resumed.step(problem=other)
-            assert got.upper == expected.upper
-            assert got.iteration == expected.iteration
-            assert all(torch.equal(a, b) for a, b in zip(point_of(resumed), point_of(straight), strict=True))
-
-
-# ---------------------------------------------------------------- solve
 
 
 class Halving(BilevelOptimizer):

@@ -19,6 +19,7 @@ from modules import Weighting, weighting_data
 from places import SUPPORT, SYNTHETIC
 from running import same_parameters, trainer
 from starting import started
+from tables import SOLVERS
 from torch import Tensor
 
 from lightning_bilevel import BilevelError, LastCheckpoint, files
@@ -39,7 +40,7 @@ def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) 
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return crashed(tmp_path_factory.mktemp("crashes"), 0, 10, "IVSP", "MEHA", timeout=500)
+    return crashed(tmp_path_factory.mktemp("crashes"), 0, 10, "own", "meha", timeout=500)
 
 
 def check(run: dict[str, Any], kills: int) -> None:
@@ -58,7 +59,7 @@ def test_ten_kills_later_a_run_ends_where_it_would_have(crashes: dict[str, Any])
 
 @pytest.mark.slow
 def test_fifty_kills_later_too(tmp_path: Path) -> None:
-    for run in crashed(tmp_path, 1, 50, "IVSP", "MEHA", "SLM", timeout=3000)["kills"]:
+    for run in crashed(tmp_path, 1, 50, *SOLVERS, timeout=3000)["kills"]:
         check(run, 50)
 
 

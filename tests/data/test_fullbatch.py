@@ -110,7 +110,7 @@ class TestWithoutValidation:
             {"callbacks": [ModelCheckpoint(monitor="bilevel/upper")], "enable_checkpointing": True},
             {"enable_progress_bar": True},
         ],
-        ids=str,
+        ids=lambda options: " ".join(options) or "nothing",
     )
     def test_it_is_skipped(self, tmp_path: Any, options: dict[str, Any]) -> None:
         module = Weighting()  # whose `validation_step` could do nothing with an empty batch

@@ -11,10 +11,11 @@ from typing import Any
 import parallel
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import MILD, PAPER, Weighting, weighting_data
+from records import Recorder, same
 from running import trainer
 
 from lightning_bilevel import BOME, FullBatchDataModule, MoreauGapMonitor, SineProblem
@@ -25,14 +26,15 @@ STEPS, EPOCH = 9, 3
 TIMES = ("optimization_time", "bilevel/optimization_time")
 
 
-class Everything(Callback):
+class Everything(Recorder):
     """Keeps the record of each step, and a checkpoint of each point where it is asked to."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder, self.steps = folder, []
+        super().__init__()
+        self.folder = folder
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.steps.append({**vars(pl_module.last_step), "optimization_time": None})
+        super().on_train_batch_end(trainer, pl_module)
         if not trainer.is_last_batch:
             self.save(trainer)
 
@@ -67,16 +69,6 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
         "metrics": {k: float(v) for k, v in run.callback_metrics.items() if k not in TIMES},
         "epoch": run.current_epoch,
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])

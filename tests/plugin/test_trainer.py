@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import MILD, PAPER, Weighting, weighting_data
-from running import Recorder, events, same_parameters, trainer
+from records import Recorder
+from running import events, same_parameters, trainer
 
 from lightning_bilevel import BilevelProgressBar, CertificateReport, FullBatchDataModule, SineProblem
 

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import parallel
 import pytest
 import torch
 from helpers import PROBLEMS, groups, make_ivsp, point_of
+from tables import SOLVERS, Solver, every_solver
 from torch import Tensor
 
 from lightning_bilevel import IVSP, BilevelError, BilevelProblem, Envelope, InnerLoopError, NonFiniteError, certify, solve
@@ -52,10 +52,9 @@ def faulty(name: str, where: str, fault: str, when: Callable[[], bool]) -> Bilev
 class TestFromAnIterationOn:
     @pytest.mark.parametrize("fault", list(FAULTS))
     @pytest.mark.parametrize("where", ["f", "g"])
-    @pytest.mark.parametrize("solver", list(parallel.SOLVERS))
-    def test_the_run_stops_at_the_last_good_point(self, solver: str, where: str, fault: str) -> None:
-        make = make_ivsp(by_name["ball"]) if solver == "ivsp" else parallel.SOLVERS[solver]
-        good, bad = (make(groups(*by_name["ball"].at())) for _ in range(2))
+    @every_solver
+    def test_the_run_stops_at_the_last_good_point(self, solver: Solver, where: str, fault: str) -> None:
+        good, bad = (solver.make(by_name["ball"])(groups(*by_name["ball"].at())) for _ in range(2))
         healthy = by_name["ball"].build()
         broken = faulty("ball", where, fault, lambda: bad.memory["iteration"] >= 3)
         for _ in range(3):
@@ -172,7 +171,7 @@ def test_an_inner_loop_that_fails_on_a_kink_names_it() -> None:
 def test_a_step_to_infinity_is_not_taken() -> None:
     """In float32 y overflows although f, g and their gradients do not."""
     problem = BilevelProblem(lambda x, y: 1e30 * (x.sum() + y.sum()), lambda x, y: 1e-3 * (y - x).sum())
-    optimizer = parallel.SOLVERS["bome"](groups(torch.zeros(1), torch.zeros(2)))
+    optimizer = SOLVERS["bome"].make()(groups(torch.zeros(1), torch.zeros(2)))
     optimizer.param_groups[0]["xi"] = 1e20
     with pytest.raises(
         NonFiniteError, match="stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf"
@@ -193,16 +192,16 @@ def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
 @pytest.mark.parametrize(
     ("solver", "f_scale", "g_scale"),
     [
-        (solver, f_scale, g_scale)
-        for solver in parallel.SOLVERS
+        pytest.param(solver, f_scale, g_scale, id=f"{solver}-{f_scale:g}-{g_scale:g}")
+        for solver in SOLVERS.values()
         for f_scale in SCALES
         for g_scale in SCALES
-        if solver == "ivsp" or not {f_scale, g_scale} & {1e-4, 1e4}
+        if solver.name == "paper" or not {f_scale, g_scale} & {1e-4, 1e4}
     ],
 )
-def test_any_scale_ends(solver: str, f_scale: float, g_scale: float, dtype: torch.dtype) -> None:
+def test_any_scale_ends(solver: Solver, f_scale: float, g_scale: float, dtype: torch.dtype) -> None:
     """Either the run makes its steps, at a bounded cost, or it stops with a sentence; it does not stand still without a word."""
-    make = make_ivsp(by_name["quadratic"], max_inner=60) if solver == "ivsp" else parallel.SOLVERS[solver]
+    make = solver.make(by_name["quadratic"], **({"max_inner": 60} if solver.name == "paper" else {}))
     optimizer = make(groups(*by_name["quadratic"].at(dtype=dtype)))
     problem = scaled("quadratic", f_scale, g_scale)
     with warnings.catch_warnings(record=True) as told:
@@ -212,7 +211,7 @@ def test_any_scale_ends(solver: str, f_scale: float, g_scale: float, dtype: torc
     assert problem.calls.passes < 12 * 100 * 70
     assert all(bool(vector.isfinite().all()) for vector in point_of(optimizer))
     still = [info for info in history if info.step == 0.0]
-    if solver == "ivsp" and len(still) > 5 and not (told or error):
+    if solver.name == "paper" and len(still) > 5 and not (told or error):
         x, y = point_of(optimizer)
         assert certify(problem, x, y, optimizer.envelope, tolerance=1e-3 * g_scale).stationarity <= 1e-3 * (f_scale + g_scale)
 

@@ -646,11 +646,10 @@ def saved(optimizer: BilevelOptimizer) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each_case
-def test_resumed_run_is_bitwise_the_same(case: Case, dtype: torch.dtype) -> None:
+def test_resumed_run_is_bitwise_the_same_with_every_switch_and_an_encoder(case: Case) -> None:
     problem = Quadratic(*BOXES["narrow"]).torch(encoded=True)
-    straight, x, y = case.start(dtype)
+    straight, x, y = case.start()
     for _ in range(4):
         straight.step(problem=problem)
     state = saved(straight)
@@ -665,23 +664,12 @@ def test_resumed_run_is_bitwise_the_same(case: Case, dtype: torch.dtype) -> None
 
 
 @each_case
-def test_state_is_plain_and_keeps_its_keys(case: Case) -> None:
-    problem = Quadratic(*BOXES["narrow"]).torch()
-    optimizer, _, _ = case.start(torch.float32)
-    seen = []
-    for _ in range(3):
-        optimizer.step(problem=problem)
-        seen.append({name: type(value) for name, value in optimizer.memory.items()})
-    assert seen[0] == seen[1] == seen[2]
-    own = {"lambda": float} if case.solver is SLM else {}
-    own |= {case.kept: Tensor} if case.kept else {}
-    assert own.items() <= seen[0].items()
-    assert {Tensor, int, float, bool} >= set(seen[0].values())
-    assert {v.dtype for v in optimizer.memory.values() if isinstance(v, Tensor)} <= {torch.float32}
-    # What has no part in the method is not kept: a method that restarts its inner variable has none in its state.
-    assert ("w" in seen[0], "z" in seen[0], "theta" in seen[0]) == tuple(case.kept == name for name in ("w", "z", "theta"))
-    for name, value in optimizer.param_groups[0].items():
-        assert name == "params" or isinstance(value, (int, float, str)) or all(isinstance(part, float) for part in value)
+def test_what_has_no_part_in_the_method_is_not_kept(case: Case) -> None:
+    """A method that restarts its inner variable has none in its state."""
+    optimizer, _, _ = case.start()
+    optimizer.step(problem=Quadratic(*BOXES["narrow"]).torch())
+    assert ("lambda" in optimizer.memory) == (case.solver is SLM)
+    assert [name for name in ("w", "z", "theta") if name in optimizer.memory] == ([case.kept] if case.kept else [])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kept])
@@ -695,18 +683,3 @@ def test_inner_variable_of_another_problem_is_refused(name: str) -> None:
     rule = f"`{case.solver.__name__}` keeps {case.kept} of 3 coordinates, and the lower level has 1"
     with pytest.raises(ValueError, match=rule):
         other.step(problem=problem)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@each_case
-def test_iterates_stay_in_their_sets(case: Case, dtype: torch.dtype) -> None:
-    (x_low, x_high), (y_low, y_high) = BOXES["narrow"]
-    X, Y = Box(x_low, x_high), Box(y_low, y_high)
-    problem = Quadratic(*BOXES["narrow"]).torch()
-    optimizer, x, y = case.start(dtype)
-    for _ in range(30):
-        optimizer.step(problem=problem)
-        assert x.dtype == y.dtype == dtype
-        inner = [optimizer.memory[case.kept]] if case.kept else []
-        for convex_set, point in ((X, x.detach()), *((Y, v) for v in (y.detach(), *inner))):
-            assert torch.equal(convex_set.project(point), point)

@@ -21,17 +21,14 @@ from typing import Any
 
 import torch
 import yaml
+from records import same
+from tables import SOLVERS
 
 from lightning_bilevel import files
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli import compare
 
 STEPS = 300
-SOLVERS = {
-    "IVSP": {"mu0": 9e-3, "gamma0": 0.9, "zeta_bar": 3.0, "rho": 0.5, "sigma": 1.0, "L_xy": 6.0},
-    "MEHA": {"alpha": 0.02, "beta": 0.02, "eta": 0.02, "gamma": 0.5},
-    "SLM": {"eta": 0.01, "alpha": 0.01, "gamma": 0.05, "tau": 0.1, "T": 2, "restart": False},
-}
 
 
 def config(folder: Path, solver: str, interval: str) -> list[str]:
@@ -40,7 +37,7 @@ def config(folder: Path, solver: str, interval: str) -> list[str]:
     last = {"class_path": "LastCheckpoint", "init_args": {"dirpath": str(folder), "interval": interval}}
     trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": STEPS, "max_epochs": -1, "callbacks": [last]}
     trainer |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder)}
-    model = {"n": 40, "solver": {"class_path": solver, "init_args": SOLVERS[solver]}}
+    model = {"n": 40, "solver": {"class_path": SOLVERS[solver].kind.__name__, "init_args": SOLVERS[solver].constants}}
     content = {
         "seed_everything": 0,
         "trainer": trainer,
@@ -128,16 +125,6 @@ def state(folder: Path) -> dict[str, Any]:
     }
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> dict[str, Any]:
     """Run once undisturbed and once with kills, every other one while a checkpoint is written; compare the ends."""
     assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
@@ -180,9 +167,9 @@ def progress(folder: Path) -> int:
 
 def told_to_end(folder: Path, number: int) -> dict[str, Any]:
     """Send a signal in the middle of a run, then resume it; compare the end with an undisturbed run."""
-    assert outcome(launch(config(folder / "quiet", "IVSP", "1h"), folder / "quiet")) == 0
+    assert outcome(launch(config(folder / "quiet", "paper", "1h"), folder / "quiet")) == 0
     ended_early = folder / "told"
-    arguments = config(ended_early, "IVSP", "1h")
+    arguments = config(ended_early, "paper", "1h")
     child = launch(arguments, ended_early, lambda: announce(ended_early))
     while not (ended_early / "began").exists():
         time.sleep(0.005)
@@ -207,11 +194,11 @@ def announce(folder: Path) -> None:
 
 def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[str, Any]:
     """Kill a comparison now and then, every other time while it writes; called again, it goes on."""
-    methods, killed, code = ("IVSP", "MEHA"), 0, -1
+    methods, killed, code = ("own", "meha"), 0, -1
     for method in methods:
         content = yaml.safe_load(Path(config(folder / "configs", method, "1h")[2]).read_text())
         content["trainer"].pop("callbacks")
-        (folder / "configs" / f"{method.lower()}.yaml").write_text(yaml.safe_dump(content))
+        (folder / "configs" / f"{method}.yaml").write_text(yaml.safe_dump(content))
     (folder / "configs" / "run.yaml").unlink()
     arguments = ["compare", str(folder / "configs"), "--budget", "600ms", "--evaluations", "6", "--out", str(folder / "out")]
 
@@ -232,7 +219,7 @@ def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[
         killed += code == -signal.SIGKILL
         if code > 0:
             break
-    results = [json.loads((folder / "out" / m.lower() / "result.json").read_text()) for m in methods] if code == 0 else []
+    results = [json.loads((folder / "out" / m / "result.json").read_text()) for m in methods] if code == 0 else []
     return {"killed": killed, "code": code, "results": results, "log": (folder / "log.txt").read_text()[-2000:]}
 
 

@@ -1,4 +1,4 @@
-"""The two tables of the test-suite, SOLVERS and PROBLEMS, and the problems of `reference.py` in torch.
+"""The table of problems, and the problems of `reference.py` in torch; the table of solvers is in `tables.py`.
 
 Every problem comes with a KKT point of its delta-relaxed Moreau-gap problem, derived without the library: its lower level is
 such that the proximal point has a closed form (or is the root of one scalar equation), and with it the gap R.
@@ -6,7 +6,7 @@ such that the proximal point has a closed form (or is the root of one scalar equ
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import reference
 import torch
 from torch import Tensor
 
-from lightning_bilevel import IVSP, Ball, BilevelProblem, Box, ConvexSet, Envelope, Free, Simplex, Solution, SolverCallable, solve
+from lightning_bilevel import IVSP, Ball, BilevelProblem, Box, ConvexSet, Envelope, Free, Simplex, SolverCallable
 
 Vector = np.ndarray[Any, Any]
 
@@ -56,41 +56,18 @@ class Problem:
         return torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Solver:
-    """A method.
-
-    Attributes:
-        make: What makes it for a problem.
-        passes: Its stated passes per iteration, where they do not vary.
-        kkt: The KKT residuals that it ends with on every problem, if it aims at the relaxed problem's KKT points.
-    """
-
-    name: str
-    make: Callable[[Problem], SolverCallable]
-    passes: int | None = None
-    kkt: float | None = None
-
-    def __str__(self) -> str:
-        return self.name
-
-
 # What the paper chooses per task, besides rho and sigma: with all of them given, nothing is estimated.
 PLAIN = {"mu0": 1e-2, "block": 1, "gamma0": 1.0, "zeta_bar": 1.0, "L_init": 1.0, "L_xy": 1.0, "L_yy": 1.0}
 
 
-def make_ivsp(problem: Problem, **more: Any) -> SolverCallable:
+def paper_constants(problem: Problem) -> dict[str, Any]:
+    """All that IVSP may be given for a problem."""
     envelope = problem.envelope
-    return partial(IVSP, rho=envelope.rho, sigma=envelope.sigma, delta=envelope.delta, **{**PLAIN, **problem.ivsp, **more})
+    return {"rho": envelope.rho, "sigma": envelope.sigma, "delta": envelope.delta, **PLAIN, **problem.ivsp}
 
 
-SOLVERS = [Solver("IVSP", make_ivsp, kkt=1e-3)]
-
-
-@cache
-def solved(solver: Solver, problem: Problem) -> Solution:
-    """The run of a solver on a problem, made once."""
-    return solve(problem.build(), *problem.at(), solver.make(problem), problem.steps)
+def make_ivsp(problem: Problem, **more: Any) -> SolverCallable:
+    return partial(IVSP, **{**paper_constants(problem), **more})
 
 
 def groups(x: Tensor, y: Tensor) -> list[dict[str, Any]]:

@@ -8,22 +8,16 @@ writes what each case ended with to OUT. Lightning starts the second process its
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from modules import EncodedOnce, Weighting, samples
+from records import Recorder
 
 from lightning_bilevel import (
-    BOME,
-    F2SA,
-    IVSP,
-    MEHA,
-    SLM,
-    VPBGD,
     Chunks,
     DatasetCleaning,
     Envelope,
@@ -31,23 +25,12 @@ from lightning_bilevel import (
     FewShot,
     FullBatchDataModule,
     HyperCleaning,
-    PNGBiO,
     SineProblem,
     TaskEpisodes,
 )
 
 STEPS = 8  # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
-# Each with steps that are long enough to get somewhere and short enough not to diverge on any of the problems.
-SOLVERS: dict[str, Any] = {
-    "ivsp": partial(IVSP, mu0=0.02, block=20, gamma0=10.0, zeta_bar=9.0, rho=0.05, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0),
-    "chosen": IVSP,
-    "meha": partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5),
-    "pngbio": partial(PNGBiO, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5),
-    "slm": partial(SLM, eta=0.01, alpha=0.01, gamma=0.05, tau=0.1, T=3, restart=False),
-    "f2sa": partial(F2SA, alpha=0.01, gamma=0.02, T=2),
-    "vpbgd": partial(VPBGD, alpha=0.005, beta=0.05, T=3, restart=False),
-    "bome": partial(BOME, xi=0.02, alpha=0.05, T=3),
-}
+SOLVERS = {name: solver.make() for name, solver in tables.SOLVERS.items()}
 
 
 def images(count: int, seed: int) -> torch.utils.data.TensorDataset:
@@ -92,22 +75,11 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
     raise KeyError(task)
 
 
-class History(Callback):
-    """Keeps the record of each step, without its time."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        known = asdict(pl_module.last_step)
-        self.steps.append({name: value for name, value in known.items() if name not in ("optimization_time", "calls")})
-
-
 def run(case: str, **options: Any) -> tuple[Trainer, Any, dict[str, Any]]:
     """Make a run ``task/solver/precision`` and say what it ended with."""
     task, solver, precision = case.split("/")
     module, data = problem(task, SOLVERS[solver])
-    history = History()
+    history = Recorder("calls")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     limits = {"max_epochs": -1, "max_steps": STEPS, "precision": precision, "log_every_n_steps": 4}
     trainer = Trainer(accelerator="cpu", callbacks=[history], **{**quiet, **limits, **options})

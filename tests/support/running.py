@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from places import SYNTHETIC
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -36,16 +35,6 @@ def bare(module: Any, batch: Any, steps: int) -> list[Any]:
 
 def same_parameters(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-class Recorder(Callback):
-    """Keeps the record of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        self.steps.append({**asdict(pl_module.last_step), "optimization_time": None})
 
 
 def events(folder: Path) -> EventAccumulator:
