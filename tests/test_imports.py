@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 from package import MODULES, public_names
+from places import ROOT
 
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
@@ -149,3 +150,23 @@ def test_every_all_names_what_exists() -> None:
         if module in sys.modules:
             names = getattr(sys.modules[module], "__all__", [])
             assert [name for name in names if not hasattr(sys.modules[module], name)] == [], module
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several need is in tests/support or a fixture."""
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))], path
+
+
+def test_tests_mirror_the_package() -> None:
+    """Their names are unique, because pytest imports them by name, and no support is shadowed by what it may import."""
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in TESTS if path.name.startswith("test_")}
+    assert {folder for folder in folders if not (ROOT / "lightning_bilevel" / folder).is_dir()} == set()
+    names = [path.stem for path in TESTS]
+    assert sorted(set(names)) == sorted(names)

@@ -27,6 +27,7 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
 def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, as a reader would type them."""
@@ -36,6 +37,7 @@ def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
+@pytest.mark.integration
 def test_the_readme_ends_with_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

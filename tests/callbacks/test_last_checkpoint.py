@@ -1,11 +1,10 @@
-"""Nothing is lost: kills, signals, full disks and folders that cannot be written to."""
+"""Nothing is lost: errors, full disks and folders that cannot be written to."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,72 +15,15 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Weighting, weighting_data
-from places import SUPPORT, SYNTHETIC
+from places import SYNTHETIC
 from running import same_parameters, trainer
-from starting import started
-from tables import SOLVERS
 from torch import Tensor
 
 from lightning_bilevel import BilevelError, LastCheckpoint, files
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.core.errors import CheckpointError
-from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
-
-
-def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) -> dict[str, Any]:
-    process = started(SUPPORT / "crashes.py", folder, seed, kills, *solvers)
-    printed, errors = process.communicate(timeout=timeout)
-    assert process.returncode == 0, errors
-    found: dict[str, Any] = json.loads(printed)
-    return found
-
-
-@pytest.fixture(scope="module")
-def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return crashed(tmp_path_factory.mktemp("crashes"), 0, 10, "own", "meha", timeout=500)
-
-
-def check(run: dict[str, Any], kills: int) -> None:
-    assert run["code"] == 0
-    assert run["killed"] == kills
-    assert run["writing"] == kills // 2
-    assert run["equal"]
-    assert run["steps"] == sorted(run["steps"])  # no kill cost what had been saved
-    assert run["left"] == ["certificate.json", "config.yaml", "convergence.png", "last.ckpt", "log.txt", "run.yaml"]
-
-
-def test_ten_kills_later_a_run_ends_where_it_would_have(crashes: dict[str, Any]) -> None:
-    for run in crashes["kills"]:
-        check(run, 10)
-
-
-@pytest.mark.slow
-def test_fifty_kills_later_too(tmp_path: Path) -> None:
-    for run in crashed(tmp_path, 1, 50, *SOLVERS, timeout=3000)["kills"]:
-        check(run, 50)
-
-
-def test_a_comparison_goes_on_after_kills(crashes: dict[str, Any]) -> None:
-    found = crashes["compare"]
-    assert found["code"] == 0, found["log"]
-    assert found["killed"] >= 3
-    for result in found["results"]:
-        assert result["error"] is None
-        iterations = [row["iteration"] for row in result["rows"]]
-        assert len(iterations) >= 3
-        assert iterations == sorted(set(iterations))
-        assert result["rows"][-1]["optimization_time"] >= 0.6
-
-
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", 1)])
-def test_told_to_end_it_saves_and_ends(crashes: dict[str, Any], name: str, code: int) -> None:
-    found = crashes[name]
-    assert found["code"] == code
-    assert 0 < found["step"] < 300
-    assert found["resumed"] == 0
-    assert found["equal"]
 
 
 class Failing(Weighting):
@@ -223,22 +165,6 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     monkeypatch.setattr(files.os, "replace", replace)
     main(call)
     assert json.loads((tmp_path / "out" / "ivsp" / "result.json").read_text())["error"] is None
-
-
-def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_whole(path, b"first")
-
-    def torn(file: Any) -> None:
-        file.write(b"sec")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, torn)
-    assert path.read_bytes() == b"first"
-    assert list(tmp_path.iterdir()) == [path]
-    write_whole(path, lambda file: file.write(b"second"))  # type: ignore[arg-type,return-value]
-    assert path.read_bytes() == b"second"
 
 
 def test_the_command_line_keeps_a_users_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -14,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clocks import Clock
 from helpers import Problem, exact_residuals
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from modules import MILD, PAPER, Weighting, samples, weighting_data
-from running import Recorder, events, same_parameters
+from modules import PAPER, Weighting, samples, weighting_data
+from records import Recorder, same
+from running import events, same_parameters
 from running import trainer as quiet_trainer
+from tables import SOLVERS, Solver, every_solver
 from torch import Tensor
 from torch.func import functional_call
 
@@ -28,7 +30,6 @@ from lightning_bilevel import (
     BOME,
     F2SA,
     IVSP,
-    MEHA,
     SLM,
     VPBGD,
     BilevelProgressBar,
@@ -50,16 +51,6 @@ from lightning_bilevel.callbacks.tensorboard import layout
 from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 
 ENVELOPE = Envelope(rho=0.1, sigma=1.0, delta=1e-6)
-SOLVERS: dict[str, Any] = {
-    "IVSP": partial(MILD, delta=1e-6),
-    "MEHA": MEHA,
-    "PNGBiO": PNGBiO,
-    "SLM": SLM,
-    "F2SA": F2SA,
-    "VPBGD": VPBGD,
-    "BOME": BOME,
-}
-every_solver = pytest.mark.parametrize("solver", SOLVERS)
 MONITORS = (MoreauGapMonitor, PenaltyMonitor, KKTMonitor, SolverMonitor, ConvergencePlot)
 every_monitor = pytest.mark.parametrize("monitor", MONITORS)
 
@@ -74,11 +65,12 @@ def series(logger: TensorBoardLogger, name: str) -> dict[int, float]:
     return {e.step: e.value for e in found.Scalars(f"bilevel/{name}")} if f"bilevel/{name}" in found.Tags()["scalars"] else {}
 
 
-def weighting(solver: str) -> Weighting:
-    return Weighting(solver=SOLVERS[solver], envelope=ENVELOPE)
+def weighting(solver: Solver) -> Weighting:
+    """With a delta that is too small to be reached soon."""
+    return Weighting(solver=solver.make(**({"delta": ENVELOPE.delta} if solver.is_ivsp else {})), envelope=ENVELOPE)
 
 
-def as_problem(module: Weighting) -> Problem:
+def as_problem(module: Weighting, envelope: Envelope) -> Problem:
     """The same f and g as functions of flat vectors in float64, written without the library's evaluation of modules."""
     sizes = [6, 3]
 
@@ -99,12 +91,12 @@ def as_problem(module: Weighting) -> Problem:
         return (x.sigmoid() * losses).mean()
 
     nowhere = (np.zeros(0), np.zeros(0))
-    return Problem("weighting", f, g, Box(-5, 5), Box(-5, 5), nowhere, ENVELOPE, nowhere, 0.0)
+    return Problem("weighting", f, g, Box(-5, 5), Box(-5, 5), nowhere, envelope, nowhere, 0.0)
 
 
 @every_solver
 @pytest.mark.parametrize("tolerance", [None, 1e-3])
-def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: str, tolerance: float | None) -> None:
+def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: Solver, tolerance: float | None) -> None:
     module = weighting(solver)
     monitors = [MoreauGapMonitor(tolerance=tolerance), KKTMonitor(tolerance=tolerance)]
     run = trainer(tmp_path, max_steps=15, precision="64-true", callbacks=monitors)
@@ -112,8 +104,10 @@ def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: 
     found = {name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()}
     x, y = module.point
     # f = grad f + multiplier * grad R needs z; its error is at most tolerance/m, and R's tolerance^2/(2 m).
-    m, t = ENVELOPE.modulus, tolerance or 1e-6
-    expected = exact_residuals(as_problem(module), x, y, found["kkt_multiplier"])
+    envelope = module.envelope
+    assert envelope is not None
+    m, t, problem = envelope.modulus, tolerance or 1e-6, as_problem(module, envelope)
+    expected = exact_residuals(problem, x, y, found["kkt_multiplier"])
     assert expected[1] > 1e-6  # the constraint is violated: there is something to agree on
     assert found["violation"] == pytest.approx(expected[1], abs=t**2 / (2 * m) + 1e-8)
     assert found["kkt_feasibility"] == found["violation"]
@@ -121,16 +115,16 @@ def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: 
     assert found["kkt_stationarity"] == pytest.approx(expected[0], rel=1e-5, abs=weight * 12 * t / m + 1e-6)
     assert found["kkt_complementarity"] == pytest.approx(expected[2], rel=1e-5, abs=weight * (t**2 / (2 * m) + 1e-8))
     assert found["kkt_residual"] == max(found[f"kkt_{name}"] for name in ("stationarity", "feasibility", "complementarity"))
-    if solver == "IVSP":
+    if solver.is_ivsp:
         assert found["kkt_multiplier"] == pytest.approx(module.last_step.multiplier, rel=1e-6)  # type: ignore[union-attr]
     elif tolerance is None:
         # The least-squares multiplier: no other has a smaller stationarity.
         for other in (0.9, 1.1):
-            assert expected[0] <= exact_residuals(as_problem(module), x, y, other * found["kkt_multiplier"])[0] + 1e-6
+            assert expected[0] <= exact_residuals(problem, x, y, other * found["kkt_multiplier"])[0] + 1e-6
 
 
 @every_solver
-def test_watching_changes_nothing(tmp_path: Path, solver: str) -> None:
+def test_watching_changes_nothing(tmp_path: Path, solver: Solver) -> None:
     plain, watched = weighting(solver), weighting(solver)
     recorders = [Recorder(), Recorder()]
     trainer(tmp_path, max_steps=25, callbacks=[recorders[0]]).fit(plain, datamodule=weighting_data())
@@ -146,13 +140,6 @@ def test_watching_changes_nothing(tmp_path: Path, solver: str) -> None:
     )
     assert same_parameters(plain, watched)
     assert recorders[0].steps == recorders[1].steps
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal, tensors bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 class Saver(Callback):
@@ -244,7 +231,7 @@ class TestPenaltyMonitor:
     def test_nothing_to_report(self, tmp_path: Path) -> None:
         monitor = PenaltyMonitor()
         run = trainer(tmp_path, max_steps=20, callbacks=[monitor], log_every_n_steps=5)
-        run.fit(weighting("BOME"), datamodule=weighting_data())
+        run.fit(weighting(SOLVERS["bome"]), datamodule=weighting_data())
         assert monitor.events == []
         assert "bilevel/penalty_constant_for" not in run.callback_metrics
         quiet, _ = self.run(tmp_path, steps=1)
@@ -263,7 +250,7 @@ class Points(Callback):
 
 class TestKKTMonitor:
     @every_solver
-    def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: str) -> None:
+    def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: Solver) -> None:
         logger, points = TensorBoardLogger(tmp_path), Points()
         monitor, report = KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9), CertificateReport()
         module = weighting(solver)
@@ -327,7 +314,7 @@ class TestKKTMonitor:
 
 class TestSolverMonitor:
     @every_solver
-    def test_counts_are_the_sums_of_the_records(self, tmp_path: Path, solver: str) -> None:
+    def test_counts_are_the_sums_of_the_records(self, tmp_path: Path, solver: Solver) -> None:
         logger, monitor, recorder = TensorBoardLogger(tmp_path), SolverMonitor(), Recorder()
         run = trainer(tmp_path, max_steps=23, callbacks=[monitor, recorder], logger=logger, log_every_n_steps=5)
         run.fit(weighting(solver), datamodule=weighting_data())
@@ -341,7 +328,7 @@ class TestSolverMonitor:
         for before, now in pairwise(inner):
             between = steps[before:now]
             assert inner[now] == pytest.approx(sum(step["inner_iterations"] for step in between) / len(between))
-            if solver == "IVSP":
+            if solver.is_ivsp:
                 trials = sum(step["trials"] for step in between) / len(between)
                 assert series(logger, "mean_trials")[now] == pytest.approx(trials)
                 for name, attribute in (
@@ -352,13 +339,13 @@ class TestSolverMonitor:
                 ):
                     assert series(logger, name)[now] == pytest.approx(steps[now - 1][attribute])
         assert series(logger, "passes")[23] == monitor.tally.passes
-        assert bool(series(logger, "mean_trials")) == (solver == "IVSP")
+        assert bool(series(logger, "mean_trials")) == solver.is_ivsp
         assert 23 in series(logger, "optimization_time")
 
 
 class TestConvergencePlot:
     @every_solver
-    def test_draws_at_the_end(self, tmp_path: Path, solver: str) -> None:
+    def test_draws_at_the_end(self, tmp_path: Path, solver: Solver) -> None:
         logger, plot = TensorBoardLogger(tmp_path), ConvergencePlot(share=math.inf)
         run = trainer(tmp_path, max_steps=20, callbacks=[plot], logger=logger)
         run.fit(weighting(solver), datamodule=weighting_data())
@@ -423,20 +410,20 @@ class TestIntervals:
         assert all(1 < after - before <= 6 for before, after in pairwise(looked))  # the clock runs at every step, and no faster
         assert looked[-1] == 20
 
-    def test_validation_looks_stay_within_their_share(self, tmp_path: Path) -> None:
-        class Slow(Weighting):
+    def test_validation_looks_stay_within_their_share(self, tmp_path: Path, clock: Clock) -> None:
+        class Timed(Weighting):
             def upper_loss(self, batch: Any) -> Tensor:
-                time.sleep(2e-3)
+                clock.now += 1.0
                 return super().upper_loss(batch)
 
         monitors = [MoreauGapMonitor(share=0.2), KKTMonitor(share=0.2)]
-        module = Slow()
+        module = Timed()
         run = trainer(tmp_path, max_steps=100, callbacks=monitors)
         run.fit(module, datamodule=weighting_data(epoch_length=1))
         assert module.last_step is not None
         # more than one look, and one evaluation for both monitors; the last one is the look at the end
         assert 1 < monitors[0].evaluations < 100
-        assert module.evaluation_time <= 0.3 * module.last_step.optimization_time
+        assert 0 < module.evaluation_time <= 0.2 * module.last_step.optimization_time + 2
 
     def test_one_evaluation_serves_all_monitors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import lightning_bilevel.plugin.mixin as mixin
@@ -461,16 +448,21 @@ class TestIntervals:
         assert first is not None
         assert moved.lower != first.lower
 
-    def test_looking_takes_no_optimisation_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_looking_takes_no_optimisation_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         import lightning_bilevel.plugin.mixin as mixin
 
         certify = mixin.certify
-        monkeypatch.setattr(mixin, "certify", lambda *args, **kwargs: time.sleep(0.3) or certify(*args, **kwargs))
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            clock.now += 0.5
+            return certify(*args, **kwargs)
+
+        monkeypatch.setattr(mixin, "certify", slow)
         module = Weighting()
         trainer(tmp_path, max_steps=5, callbacks=[KKTMonitor(every_n_steps=1)]).fit(module, datamodule=weighting_data())
         assert module.last_step is not None
-        assert module.evaluation_time >= 1.5
-        assert module.last_step.optimization_time < 1.0
+        assert module.evaluation_time == 5 * 0.5
+        assert module.last_step.optimization_time == 0.0
 
 
 class Plain(LightningModule):
@@ -550,11 +542,11 @@ class TestBadInput:
 
 
 @every_solver
-def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: str) -> None:
+def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) -> None:
     logger = TensorBoardLogger(tmp_path)
     callbacks = [*(monitor() for monitor in MONITORS), CertificateReport()]
     # c2 large and delta small: the penalty is updated within the run
-    module = Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6)) if solver == "IVSP" else weighting(solver)
+    module = Weighting(solver=solver.make(mu0=1e-4, delta=1e-6, c2=1e6)) if solver.is_ivsp else weighting(solver)
     run = trainer(tmp_path, max_steps=30, callbacks=callbacks, logger=logger, log_every_n_steps=5)
     run.fit(module, datamodule=weighting_data())
     found = events(Path(logger.log_dir))
@@ -562,9 +554,9 @@ def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: str) -> 
     groups = layout(run.optimizers[0])  # type: ignore[arg-type]
     tags = [tag for charts in groups.values() for _, (_, tags) in charts.items() for tag in tags]
     missing = {tag for tag in tags if tag.strip("^$") not in scalars}
-    assert missing <= (set() if solver in ("IVSP", "SLM", "BOME", "VPBGD", "F2SA") else {"^bilevel/multiplier$"})
+    assert missing <= (set() if solver.kind in (IVSP, SLM, BOME, VPBGD, F2SA) else {"^bilevel/multiplier$"})
     names = ["objective", "feasibility", "KKT", "penalty", "line search", "cost"]
-    assert list(groups) == [name for name in names if solver == "IVSP" or name not in ("penalty", "line search")]
+    assert list(groups) == [name for name in names if solver.is_ivsp or name not in ("penalty", "line search")]
     assert "custom_scalars__config__" in found.Tags()["tensors"]
     text = found.Tensors("certificate/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "KKT stationarity" in text
@@ -589,7 +581,7 @@ def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:
 
 
 def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
-    bar, module = BilevelProgressBar(), weighting("BOME")
+    bar, module = BilevelProgressBar(), weighting(SOLVERS["bome"])
     budget = OptimizationBudget("1h")
     callbacks = [bar, budget, MoreauGapMonitor(share=math.inf)]
     run = trainer(tmp_path, max_steps=20, callbacks=callbacks, enable_progress_bar=True)

@@ -249,6 +249,7 @@ def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str
         assert len(words.split()) > 3, name
 
 
+@pytest.mark.integration
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "lightning-bilevel"
     if not command.exists():
@@ -269,9 +270,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each names arguments that exist; where its data are at hand, it makes a step."""
+def test_every_config_runs(
+    tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot learning its certificate."""
     assert _parse(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
@@ -281,5 +285,13 @@ def test_every_config_runs(tmp_path: Path, config: Path, cache: Path, monkeypatc
         options.append(f"--data.init_args.root={DATA}")
     if source.endswith("Episodes"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        options += ["--model.tasks=2", *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test"))]
+        options += [
+            "--model.tasks=2",
+            "--model.channels=4",
+            *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test")),
+        ]
     fit(tmp_path, *options, config=config)
+    if source.endswith("Episodes"):
+        printed = capsys.readouterr().out
+        assert "KKT stationarity" in printed
+        assert "constraint qualification  holds: the lower level is convex" in printed

@@ -184,6 +184,7 @@ def test_a_config_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     assert "nowhere.yaml" in sentence
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
-from places import CONFIGS
-from running import events, fit, trainer
+from running import events, trainer
 from torch import Tensor
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear, max_pool2d
 
@@ -239,17 +237,3 @@ def test_data_that_do_not_fit_are_refused_before_training(given: dict[str, Any],
     with pytest.raises(MisconfigurationException) as error:
         trainer(tmp_path, max_epochs=1).fit(module(**given), datamodule=data())
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("name", ["bome", "f2sa", "ivsp", "meha", "pngbio", "slm", "vpbgd"])
-def test_every_config_of_the_glyphs_runs(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-    sizes = ["--model.tasks=4", "--data.n_train=4", "--data.n_validation=2", "--data.n_test=2", "--model.channels=4"]
-    sizes += ["--data.train_classes=12", "--data.validation_classes=10", "--data.test_classes=10"]
-    short = ["--trainer.max_epochs=1", "--data.epoch_length=2", "--trainer.log_every_n_steps=2"]
-    fit(tmp_path, *sizes, *short, config=CONFIGS / "glyphs" / f"{name}.yaml")
-    printed = capsys.readouterr().out
-    assert "KKT stationarity" in printed
-    assert "constraint qualification  holds: the lower level is convex" in printed

@@ -45,6 +45,7 @@ def over_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_follow_the_path_of_one(tmp_path: Path, over_two: dict[str, Any], case: str) -> None:
     _, _, one = parallel.run(case, default_root_dir=tmp_path)
@@ -80,6 +81,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
@@ -99,6 +101,7 @@ def test_what_would_be_silently_wrong_is_refused(refusals: list[dict[str, str]],
     assert [bool(re.search(sentence, told[what])) for told in refusals] == [True, True], [told[what] for told in refusals]
 
 
+@pytest.mark.integration
 def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: list[dict[str, str]]) -> None:
     works, fails = (told["of three"] for told in refusals)
     start = "ValueError: `OfAll.lower_loss` works on the whole batch of 3 samples and fails on"
@@ -108,6 +111,7 @@ def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: lis
     assert "from" not in works
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
@@ -132,6 +136,7 @@ def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, 
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.integration
 def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     path = two_process_config(tmp_path)
     arguments = ["compare", path, "--budget", "300ms", "--evaluations", "3", "--out", tmp_path / "out"]
@@ -145,6 +150,7 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     assert printed.count("| ivsp |") == 1  # one process prints
 
 
+@pytest.mark.integration
 def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None:
     quiet = ["--trainer.logger=false", "--trainer.max_steps=3", f"--trainer.default_root_dir={tmp_path}"]
     path = two_process_config(tmp_path)
@@ -160,23 +166,6 @@ def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None
         assert process.returncode == 0, (name, errors)
         assert "Starting with 2 processes" in errors, name
         assert printed.count("IVSP on SineProblem") == 1, name
-
-
-def test_sigterm_to_the_first_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
-    path = two_process_config(tmp_path, default_root_dir=str(tmp_path), max_epochs=-1, logger=False)
-    process = started("-m", "lightning_bilevel", "fit", "--config", path, "--ckpt_path", "last", cwd=tmp_path)
-    try:
-        deadline = time.monotonic() + 100
-        while "Starting with 2 processes" not in (line := process.stderr.readline()) and time.monotonic() < deadline:  # type: ignore[union-attr]
-            assert process.poll() is None, line
-        time.sleep(4)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert saved["global_step"] > 0
 
 
 class TestParts:

@@ -38,7 +38,7 @@ def test_limits_count_outer_iterations(tmp_path: Any, limits: dict[str, Any], st
 
 
 def test_max_time_ends_a_run(tmp_path: Any) -> None:
-    run = trainer(tmp_path, max_time={"seconds": 1})
+    run = trainer(tmp_path, max_time={"milliseconds": 200})
     run.fit(Weighting(), datamodule=weighting_data(epoch_length=10))
     assert run.should_stop
     assert 0 < run.global_step < 1_000_000

@@ -21,7 +21,7 @@ from starting import gone, started, two_process_config
 
 from lightning_bilevel import FullBatchDataModule
 
-pytestmark = pytest.mark.compatibility
+pytestmark = [pytest.mark.compatibility, pytest.mark.integration]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,9 @@ def test_sigterm_ends_both_processes_at_any_moment(tmp_path: Path, hook: str, st
         _, errors = process.communicate(timeout=90)
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), errors
         assert (tmp_path / "checkpoints" / "last.ckpt").is_file() == saved
+        if saved:
+            assert process.returncode == 128 + signal.SIGTERM, errors
+            assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] >= max(step, 1)
         others = [int(pid) for pid in re.findall(r"^process (\d+)$", errors, re.M)]
         deadline = time.monotonic() + 20
         while not all(map(gone, others)) and time.monotonic() < deadline:
