@@ -26,7 +26,7 @@ TINY = tasks.Size(
     seconds=0.05,
     most_coordinates=3000,
     most_samples=1200,
-    most_episodes=16,
+    most_episodes=9,
 )
 
 

@@ -184,21 +184,35 @@ def test_a_config_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     assert "nowhere.yaml" in sentence
 
 
+WRONG_CALLS = [
+    (["fit", "--config", "wrong.yaml", "--model.solver.init_args.rho", "2.0"], 1, "`rho=2.0` must be smaller than 1/sigma"),
+    (["fit", "--model", "wrong_modules.OneLevel", "--data=FullBatchDataModule"], 2, "got wrong_modules.OneLevel\n"),
+    (["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"], 2, "model: module 'wrong_modules' has no"),
+    (
+        ["fit", "--model", "SinProblem", "--data=FullBatchDataModule"],
+        2,
+        "no class SinProblem: write a known name or a dotted",
+    ),
+    (["compare", "nowhere"], 2, "there is no such file or folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), WRONG_CALLS)
+def test_a_wrong_call(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["fit", "--config", "wrong.yaml", "--model.solver.init_args.rho", "2.0"], 1, "`rho=2.0` must be smaller than 1/sigma"),
-        (["fit", "--model", "wrong_modules.OneLevel", "--data=FullBatchDataModule"], 2, "got wrong_modules.OneLevel\n"),
-        (["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"], 2, "model: module 'wrong_modules' has no"),
-        (
-            ["fit", "--model", "SinProblem", "--data=FullBatchDataModule"],
-            2,
-            "no class SinProblem: write a known name or a dotted",
-        ),
-        (["compare", "nowhere"], 2, "there is no such file or folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "words"), WRONG_CALLS[:2])
 def test_in_a_process_of_its_own(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     config(tmp_path)
     process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
