@@ -1,11 +1,45 @@
+"""How the tests run: in parallel where that pays, on one thread each, seeded; and what runs only when it is asked for."""
+
 import os
 from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from clocks import Clock
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 torch.set_num_threads(1)  # the problems are tiny, and bitwise comparisons need one order of summation
+ON_REQUEST = ("slow", "learn2learn")
+MOST_PROCESSES = 8  # each takes 1 GB
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give a folder, or all of them, a process per core; a file, a test or a debugger is faster, or only works, without.
+
+    Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n` and `--dist` still count.
+    """
+    options = config.option
+    if hasattr(config, "workerinput") or not config.pluginmanager.has_plugin("xdist") or options.numprocesses is not None:
+        return
+    if options.usepdb or options.tx or not all(Path(argument).is_dir() for argument in config.args):
+        return
+    options.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
+    if options.dist == "no":
+        options.dist = "loadfile"  # what a file prepares is prepared once
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes or needs a package of its own, unless `-m` names it."""
+    unasked = [marker for marker in ON_REQUEST if marker not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in unasked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +47,11 @@ def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32, "a test changed the default dtype"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which the package counts seconds of optimisation and of evaluation."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock

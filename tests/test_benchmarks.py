@@ -26,7 +26,7 @@ TINY = tasks.Size(
     seconds=0.05,
     most_coordinates=3000,
     most_samples=1200,
-    most_episodes=16,
+    most_episodes=9,
 )
 
 
@@ -39,6 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks"])
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 NAMES = [
     "sine",
     "clean_your_data",
@@ -43,6 +44,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert 'main(short="--short" in sys.argv)' in text
 
 
+@pytest.mark.integration
 def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = run("sine", tmp_path, monkeypatch)
     # the solution, up to what the relaxation gives away
@@ -50,6 +52,7 @@ def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert y == pytest.approx(4.356, abs=0.1)
 
 
+@pytest.mark.integration
 def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("clean_your_data", tmp_path, monkeypatch)
     assert errors["kept samples and validation set"] < min(
@@ -60,33 +63,39 @@ def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(row["given_label"] != row["predicted_label"] for row in worst) > 95
 
 
+@pytest.mark.integration
 def test_few_shot_glyphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("few_shot_glyphs", tmp_path, monkeypatch)
     assert errors["after"] < errors["before"] - 0.05
 
 
+@pytest.mark.integration
 def test_own_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("own_solver", tmp_path, monkeypatch)
     assert errors["HeavyBall"] < 0.5 * errors["HeavyBall without momentum"]
 
 
+@pytest.mark.integration
 def test_regularisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("regularisation", tmp_path, monkeypatch)
     assert found["one per feature"] < found["one coefficient"]
     assert found["shuffled"] > found["real"] + 0.1
 
 
+@pytest.mark.integration
 def test_imbalance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("imbalance", tmp_path, monkeypatch)
     assert errors["learned weights"] < errors["equal weights"] - 0.1
 
 
+@pytest.mark.integration
 def test_simplex_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("simplex_weights", tmp_path, monkeypatch)
     assert found["auroc"] > 0.65
     assert found["weight of the spoilt third"] < 0.3
 
 
+@pytest.mark.integration
 def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = run("walkthrough", tmp_path, monkeypatch)
     assert certificate.stationarity < 0.1

@@ -1,14 +1,11 @@
 import ast
 import sys
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from package import MODULES, public_names
+from places import ROOT
 
-import lightning_bilevel
-
-PACKAGE = Path(lightning_bilevel.__file__).parent
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
     {"files", "table", "version"},
@@ -86,14 +83,6 @@ PUBLIC = [
 ]
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-
-
 @cache
 def imported(module: str, at_top: bool = False) -> set[str]:
     """The modules that a module imports, anywhere in its text or outside functions only, by full name."""
@@ -157,12 +146,7 @@ def test_the_rest_of_the_package_does_not_import_from_its_top() -> None:
 
 
 def test_public_names() -> None:
-    found = {
-        name
-        for name, value in vars(lightning_bilevel).items()
-        if not name.startswith("_") and not (isinstance(value, ModuleType) and value.__name__.startswith("lightning_bilevel."))
-    }
-    assert sorted(found) == sorted(PUBLIC)
+    assert public_names() == sorted(PUBLIC)
 
 
 def test_every_all_names_what_exists() -> None:
@@ -170,3 +154,23 @@ def test_every_all_names_what_exists() -> None:
         if module in sys.modules:
             names = getattr(sys.modules[module], "__all__", [])
             assert [name for name in names if not hasattr(sys.modules[module], name)] == [], module
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several need is in tests/support or a fixture."""
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))], path
+
+
+def test_tests_mirror_the_package() -> None:
+    """Their names are unique, because pytest imports them by name, and no support is shadowed by what it may import."""
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in TESTS if path.name.startswith("test_")}
+    assert {folder for folder in folders if not (ROOT / "lightning_bilevel" / folder).is_dir()} == set()
+    names = [path.stem for path in TESTS]
+    assert sorted(set(names)) == sorted(names)

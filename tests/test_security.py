@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import sys
 import zipfile
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_imports import MODULES
-from test_wrong_configs import CONFIG
+from package import MODULES
+from places import ROOT, SYNTHETIC
 
 from lightning_bilevel import OmniglotEpisodes
 from lightning_bilevel.__main__ import main
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 # What runs or unpickles whatever it is given, or writes where an archive says.
 FORBIDDEN = {
     *("eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "shelve.open", "os.system", "os.popen"),
@@ -49,7 +48,7 @@ def test_the_state_of_a_comparison_runs_no_code(tmp_path: Path, monkeypatch: pyt
             return Path.write_text, (tmp_path / "owned", "yes")
 
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-    content = copy.deepcopy(CONFIG)
+    content = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
     content["model"]["init_args"]["n"] = 5
     (tmp_path / "ivsp.yaml").write_text(yaml.safe_dump(content))
     call = ["compare", str(tmp_path / "ivsp.yaml"), "--budget", "50ms", "--evaluations", "1", "--out", str(tmp_path / "out")]

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_imports import PUBLIC
+from package import public_names
+from places import ROOT
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
@@ -16,7 +17,6 @@ from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.configs import find_configs
 
-ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
 EXTRAS = re.findall(
     r"^(\w+) = ", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0], re.M
@@ -27,6 +27,7 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
 def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, as a reader would type them."""
@@ -36,6 +37,7 @@ def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
+@pytest.mark.integration
 def test_the_readme_ends_with_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +109,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/")))
     named = re.findall(r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)", reference, re.MULTILINE)
-    assert sorted(named) == sorted(PUBLIC)
+    assert sorted(named) == public_names()
 
 
 def test_the_readme_is_short() -> None:

@@ -1,0 +1,349 @@
+"""The command line, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from places import CONFIGS, SYNTHETIC
+from running import events, fit
+
+from lightning_bilevel import FullBatchDataModule, SineProblem
+from lightning_bilevel.__main__ import main
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.configs import read_config
+from lightning_bilevel.cli.trainer import BilevelTrainer
+
+DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
+CONFIG = SYNTHETIC / "ivsp.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+
+
+def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+    printed = capsys.readouterr().out
+    rows = {line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in printed.splitlines() if "  " in line}
+    assert float(rows["x_error"]) <= 1.0e-3
+    assert float(rows["y_error"]) <= 1.0e-6
+    assert all(float(rows[f"KKT {name}"]) < 1e-3 for name in ("stationarity", "feasibility", "complementarity"))
+    assert rows["penalty updates"] == "3"
+    assert rows["outer iterations"] == "2000"
+    log = next(tmp_path.rglob("events.out.tfevents*"))
+    assert "bilevel/moreau_gap" in events(log.parent).Tags()["scalars"]
+    assert yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"] == 1000
+
+
+@pytest.mark.parametrize("budget", ["100ms", 0.1, "00:00:00:01", {"milliseconds": 100}])
+def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any) -> None:
+    config = yaml.safe_load(CONFIG.read_text())
+    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": budget}}]
+    config["trainer"]["max_epochs"] = -1
+    (tmp_path / "budget.yaml").write_text(yaml.safe_dump(config))
+    fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", config=tmp_path / "budget.yaml")
+    assert "optimisation time" in capsys.readouterr().out  # it ended by itself, without a limit on steps or epochs
+
+
+MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
+QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("solver", ["ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome"])
+def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], solver: str, named: bool) -> None:
+    """Named in YAML without arguments, or not named at all: each monitor watches once."""
+    config = yaml.safe_load((CONFIG.parent / f"{solver}.yaml").read_text())
+    config["trainer"] |= {"max_epochs": 2, "log_every_n_steps": 5, **({"callbacks": MONITORS} if named else {})}
+    config["model"]["init_args"]["n"], config["data"]["init_args"]["epoch_length"] = 10, 20
+    (tmp_path / "watched.yaml").write_text(yaml.safe_dump(config))
+    fit(tmp_path, *QUIET, config=tmp_path / "watched.yaml")
+    assert "lower level within" in capsys.readouterr().out
+    folder = next(tmp_path.rglob("events.out.tfevents*")).parent
+    found = events(folder)
+    tags = {f"bilevel/{word}" for word in ("violation", "prox_distance", "kkt_residual", "kkt_best", "calls_gap", "passes")}
+    assert tags <= set(found.Tags()["scalars"])
+    assert ("bilevel/penalty_constant_for" in found.Tags()["scalars"]) == (solver == "ivsp")
+    assert [event.step for event in found.Scalars("bilevel/calls_gap")] == [1, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert found.Tags()["images"] == ["convergence"]
+    assert {"config/text_summary", "certificate/text_summary"} <= set(found.Tags()["tensors"])
+    shown = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"]["n"] == 10
+    assert (folder / "convergence.png").exists()
+    assert (tmp_path / "checkpoints" / "certificate.json").exists()
+
+
+class TestCertify:
+    @pytest.fixture
+    def run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], dict[str, Any]]:
+        fit(tmp_path, *QUIET, "--trainer.max_epochs=2", "--model.init_args.n=10")
+        capsys.readouterr()
+        (checkpoint,) = tmp_path.rglob("*.ckpt")
+        (config,) = tmp_path.rglob("config.yaml")
+        saved = json.loads((checkpoint.parent / "certificate.json").read_text())
+        return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved
+
+    def test_equals_the_certificate_of_the_run(self, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        call, saved = run
+        before = sorted(tmp_path.rglob("*"))
+        main(call)
+        printed = capsys.readouterr().out
+        for name in ("stationarity", "feasibility", "complementarity"):
+            assert f"{saved['certificate'][name]:.3e}" in printed
+        # the counts of the run are in the checkpoint, so the penalty is in the reading
+        assert saved["reading"] in " ".join(printed.split())
+        assert sorted(tmp_path.rglob("*")) == before  # it only looks
+
+    def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import lightning_bilevel.plugin.certifier as certifier
+
+        seen, certify = [], certifier.certify
+        monkeypatch.setattr(certifier, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))
+        main([*run[0], "--tolerance", "1e-2"])
+        assert seen == [1e-2]
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (["--ckpt_path", "nowhere.ckpt"], "`certify(ckpt_path=nowhere.ckpt)` must be the path of a checkpoint"),
+            (["--ckpt_path", "null"], "`certify(ckpt_path=None)` must be the path of a checkpoint"),
+            (["--tolerance", "0"], "`certify(tolerance=0.0)` must be positive"),
+        ],
+    )
+    def test_bad_calls(self, run: Any, capsys: pytest.CaptureFixture[str], change: list[str], words: str) -> None:
+        with pytest.raises(SystemExit) as stop:
+            main([*run[0], *change])
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert "Traceback" not in error
+
+
+def built(tmp_path: Path, *args: str) -> list[str]:
+    """The names of the callbacks that a command line makes, in their order."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        call = ["--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", *args]
+        trainer: Any = BilevelCLI(call, run=False).trainer
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+class TestCallbacks:
+    WATCHING: ClassVar[list[str]] = ["PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
+    OTHERS: ClassVar[list[str]] = ["_SaveConfig", "BilevelProgressBar", "ModelSummary", "LastCheckpoint"]
+
+    def test_their_order(self, tmp_path: Path) -> None:
+        assert built(tmp_path) == [*self.WATCHING, "MoreauGapMonitor", "CertificateReport", *self.OTHERS]
+
+    @pytest.mark.parametrize("name", ["KKTMonitor", "MoreauGapMonitor", "CertificateReport"])
+    def test_one_that_the_config_names_is_not_added(self, tmp_path: Path, name: str) -> None:
+        added = [other for other in [*self.WATCHING, "MoreauGapMonitor", "CertificateReport"] if other != name]
+        assert built(tmp_path, f"--trainer.callbacks={name}") == [name, *added, *self.OTHERS]
+
+    def test_a_progress_bar_of_the_users_stays(self, tmp_path: Path) -> None:
+        found = built(tmp_path, "--trainer.callbacks=TQDMProgressBar")
+        assert found[0] == "TQDMProgressBar"
+        assert "BilevelProgressBar" not in found
+
+
+def test_probe_takes_the_config_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, *QUIET, "--trainer.max_epochs=1", "--model.init_args.n=10")
+    (config,) = tmp_path.rglob("config.yaml")
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    main(["probe", "--config", str(config)])
+    printed = capsys.readouterr().out
+    assert "what it would choose" in printed
+    assert "ckpt_path" not in printed
+    main(["probe", "--config", str(config), "--ckpt_path", "last"])
+    assert "`ckpt_path=last` was not read" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_only_looks_never_trains() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`BilevelTrainer\(limit_train_batches=1.0\)` would train"):
+        BilevelTrainer(accelerator="cpu", logger=False).probe(SineProblem(), FullBatchDataModule())
+
+
+class TestAModuleWithTheMixin:
+    """README's `class Cleaner(IVSPMixin, LightningModule)`, by its dotted path."""
+
+    CALL = ("--model=modules.Cleaner", "--model.n_train=30", "--data=modules.CleanerData", "--trainer.accelerator=cpu")
+
+    def test_fit_and_certify(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        quiet = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_epochs=1")
+        main(["fit", *self.CALL, *quiet, f"--trainer.default_root_dir={tmp_path}"])
+        assert "IVSP on Cleaner" in capsys.readouterr().out
+        (config,) = tmp_path.rglob("config.yaml")
+        main(["certify", "--config", str(config), "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt")])
+        assert "IVSP on Cleaner, last.ckpt" in capsys.readouterr().out
+
+    def test_probe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["probe", *self.CALL])
+        assert "IVSP on Cleaner, delta 0.001" in capsys.readouterr().out
+
+
+class TestWhatIsNoCheckpoint:
+    """A file that `certify` or `fit` cannot go on from: one line, and no traceback."""
+
+    FILES: ClassVar[dict[str, Any]] = {
+        "bare": lambda path: torch.save(torch.nn.Linear(2, 3).state_dict(), path),
+        "tensor": lambda path: torch.save(torch.ones(3), path),
+        "text": lambda path: path.write_text("hello"),
+        "empty": lambda path: path.write_bytes(b""),
+        "bytes": lambda path: path.write_bytes(bytes(range(256))),
+    }
+
+    @pytest.mark.parametrize("command", ["certify", "fit"])
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("bare", "is a file of torch, but no checkpoint of Lightning: it must be what `Trainer.save_checkpoint`"),
+            ("tensor", "is a file of torch, but no checkpoint of Lightning"),
+            ("text", "is not a whole checkpoint of tensors and plain values: torch cannot read it"),
+            ("empty", "is not a whole checkpoint of tensors and plain values: "),
+            ("bytes", "is not a whole checkpoint of tensors and plain values: "),
+        ],
+    )
+    def test_it_is_refused(self, tmp_path: Path, capsys: Any, command: str, name: str, words: str) -> None:
+        path = tmp_path / "run.ckpt"
+        self.FILES[name](path)
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", "--ckpt_path", str(path)])
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert f"lightning-bilevel: `ckpt_path='{path}'` {words}" in error
+        assert "Traceback" not in error
+
+    def test_hyper_parameters_of_another_module_are_named_as_before(self, tmp_path: Path, capsys: Any) -> None:
+        torch.save({"hyper_parameters": {"colour": "red"}}, tmp_path / "run.ckpt")
+        with pytest.raises(SystemExit) as stop:
+            main(["certify", "--config", str(CONFIG), "--ckpt_path", str(tmp_path / "run.ckpt")])
+        assert stop.value.code == 2
+        assert "colour" in capsys.readouterr().err
+
+
+def test_validate_and_test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("validate", "test"):
+        main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}"])
+        assert "x_error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--model.solver.init_args.rhoo=1", "rhoo"),
+        ("--model.solver=IVPS", "IVPS"),
+        ("--model.solver.init_args.rho=high", "high"),
+        ("--model.solver.init_args.smoothing=round", "round"),
+        ("--model=SinProblem", "SinProblem"),
+        ("--trainer.maxsteps=3", "maxsteps"),
+        ("--data.init_args.epoch_lenght=3", "epoch_lenght"),
+    ],
+)
+def test_a_wrong_key_or_type_is_named_at_parsing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, change)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--model.solver.init_args.rho=2.0", "`rho=2.0` must be smaller than 1/sigma = 1"),
+        ("--model.solver.init_args.mu0=-1", "`IVSP(mu0=-1.0)` must be positive"),
+        ("--model.init_args.n=0", "`SineProblem(n=0)` must be at least 1"),
+        ("--data.init_args.epoch_length=0", "`FullBatchDataModule(epoch_length=0)` must be at least 1"),
+        ("--trainer.precision=bf16-mixed", "is not supported: the Moreau gap"),
+        ("--moreau_gap.every_n_steps=0", "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None"),
+        ("--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}", "`rho=2.0` must be smaller than 1/sigma = 1"),
+        ("--certificate.tolerance=-1", "`CertificateReport(tolerance=-1.0)` must be positive"),
+    ],
+)
+def test_a_wrong_value_ends_with_its_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, change)
+    assert stop.value.code in (1, 2)
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    import inspect
+
+    from lightning_bilevel import IVSP
+
+    with pytest.raises(SystemExit):
+        main(["fit", "--model=SineProblem", "--model.solver.help=IVSP"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in list(inspect.signature(IVSP.__init__).parameters)[2:]:
+        option = (
+            text.split(f"--model.solver.init_args.{name} ")[-1] if f"init_args.{name} " in text else text.split(f".{name} ")[-1]
+        )
+        words = option.split("(type:")[0]
+        assert len(words.split()) > 3, name
+
+
+@pytest.mark.integration
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "lightning-bilevel"
+    if not command.exists():
+        pytest.skip("the package is not installed in this environment")
+    result = subprocess.run([command], capture_output=True, text=True, check=True)
+    assert "lightning-bilevel fit --config synthetic/ivsp" in result.stdout
+
+
+READY = sorted(CONFIGS.rglob("*.yaml"))
+
+
+FOLDERS = {"MNISTCleaning": "MNIST", "FashionMNISTCleaning": "FashionMNIST", "OmniglotEpisodes": "omniglot-py"}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests of a session find Omniglot decoded."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_config_runs(
+    tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot learning its certificate."""
+    assert read_config(config).solver.lower() == config.stem.split("_")[0]
+    source = yaml.safe_load(config.read_text())["data"]["class_path"]
+    options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
+    if source in FOLDERS:
+        if not (DATA / FOLDERS[source]).exists():
+            pytest.skip(f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA")
+        options.append(f"--data.init_args.root={DATA}")
+    if source.endswith("Episodes"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        options += [
+            "--model.tasks=2",
+            "--model.channels=4",
+            *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test")),
+        ]
+    fit(tmp_path, *options, config=config)
+    if source.endswith("Episodes"):
+        printed = capsys.readouterr().out
+        assert "KKT stationarity" in printed
+        assert "constraint qualification  holds: the lower level is convex" in printed

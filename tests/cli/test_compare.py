@@ -1,0 +1,356 @@
+"""The comparison: fair, resumable, and plain about what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from clocks import Clock
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from modules import Weighting, weighting_data
+from places import SYNTHETIC
+from running import trainer
+
+from lightning_bilevel import FullBatchDataModule, OptimizationBudget, SineProblem
+from lightning_bilevel.__main__ import main
+from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.cli import compare as compare_module
+from lightning_bilevel.cli.compare import compare
+from lightning_bilevel.cli.recorder import NEVER, Recorder
+from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
+
+
+@pytest.fixture(autouse=True)
+def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Configs of two methods on ten variables."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name in ("ivsp", "bome"):
+        config = yaml.safe_load((SYNTHETIC / f"{name}.yaml").read_text())
+        config["model"]["init_args"]["n"] = 10
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def edited(config: Path, *keys: str, value: Any) -> None:
+    content = yaml.safe_load(config.read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    config.write_text(yaml.safe_dump(content))
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_comparison_writes_everything(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
+    found = rows(out)
+    for method in ("ivsp", "bome"):
+        mine = [row for row in found if row["method"] == method]
+        times = [float(row["optimization_time"]) for row in mine]
+        assert 1 <= len(mine) <= 7
+        assert times == sorted(times)
+        # the budget is never underrun, and only the last evaluation is past it
+        assert times[-1] >= 0.2
+        assert all(time < 0.2 for time in times[:-1])
+        assert all(row["x_error"] and row["violation"] and row["kkt_residual"] for row in mine)
+        resolved = yaml.safe_load((out / method / "config.yaml").read_text())
+        assert resolved["model"]["init_args"]["n"] == 10
+    summary = (out / "summary.md").read_text()
+    assert "- **x_error**: ivsp, bome" in summary or "- **x_error**: bome, ivsp" in summary
+    assert summary in capsys.readouterr().out
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (out / "figure.svg").read_text()
+
+
+def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) -> None:
+    out = tmp_path / "out"
+    call = ["compare", str(small), "--budget", "100ms", "--out", str(out), "--evaluations", "2"]
+    main(call)
+    before = rows(out)
+    (out / "bome" / "result.json").unlink()
+    main(call)
+    after = rows(out)
+    assert [r for r in after if r["method"] == "ivsp"] == [r for r in before if r["method"] == "ivsp"]
+    assert [r for r in after if r["method"] == "bome"] != [r for r in before if r["method"] == "bome"]
+
+
+def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    call = ["compare", str(small / "ivsp.yaml"), "--budget", "400ms", "--out", str(out), "--evaluations", "4"]
+    monkeypatch.setattr(compare_module, "SAVE_EVERY", 1e-9)
+    start = Recorder.on_train_batch_start
+
+    def interrupted(self: Any, *args: Any) -> None:
+        if len(self.rows) == 2:
+            raise SystemExit(1)  # not an Exception: as a kill would, it leaves no result behind
+        start(self, *args)
+
+    monkeypatch.setattr(Recorder, "on_train_batch_start", interrupted)
+    with pytest.raises(SystemExit):
+        main(call)
+    saved = torch.load(out / "ivsp" / "last.ckpt", weights_only=True)
+    rows = saved["callbacks"]["Recorder"]["rows"]
+    assert len(rows) == 2
+    assert not (out / "ivsp" / "result.json").exists()
+    monkeypatch.setattr(Recorder, "on_train_batch_start", start)
+    main(call)
+    finished = json.loads((out / "ivsp" / "result.json").read_text())["rows"]
+    assert finished[:2] == rows
+    assert finished[2]["iteration"] > rows[1]["iteration"]
+    assert finished[2]["optimization_time"] > rows[1]["optimization_time"]
+    assert sorted(path.name for path in (out / "ivsp").iterdir()) == ["config.yaml", "result.json"]
+
+
+def test_the_state_of_an_earlier_version_is_refused(tmp_path: Path, small: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    call = ["compare", str(small), "--budget", "50ms", "--out", str(out), "--evaluations", "1"]
+    main(call)
+    (out / "bome" / "result.json").unlink()
+    (out / "bome" / "state.pt").write_bytes(b"old")
+    with pytest.raises(SystemExit) as stop:
+        main(call)
+    assert stop.value.code == 2
+    assert "bome/state.pt is of an earlier version of lightning-bilevel" in capsys.readouterr().err
+    (out / "bome" / "state.pt").unlink()
+    main(call)
+    assert {row["method"] for row in rows(out)} == {"ivsp", "bome"}
+
+
+def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, small: Path) -> None:
+    mine = ["KKTMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}, {"class_path": "LambdaCallback"}]
+    edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
+    seen: list[list[str]] = []
+
+    class Seen(Recorder):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append([type(callback).__name__ for callback in trainer.callbacks])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "Recorder", Seen)
+        compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
+    assert seen == [["LambdaCallback", "OptimizationBudget", "Seen", "LastCheckpoint"]]
+
+
+def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small: Path) -> None:
+    out = tmp_path / "out"
+    edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "max_trials", value=1)
+    # Long enough for the iteration that needs a second trial, on a machine that does other things too.
+    main(["compare", str(small), "--budget", "2s", "--out", str(out), "--evaluations", "2"])
+    lines = {line.split("|")[1].strip(): line for line in (out / "summary.md").read_text().splitlines() if line.startswith("| ")}
+    assert "LineSearchError: IVSP stopped in outer iteration" in lines["ivsp"]
+    assert "Error" not in lines["bome"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "words"),
+    [
+        (lambda f: None, ["--budget", "fast"], "budget 'fast' is not a duration"),
+        (lambda f: None, ["--budget=-1s"], "budget '-1s' is not a duration"),
+        (lambda f: None, ["--budget", "10 parsecs"], "budget '10 parsecs' is not a duration"),
+        (lambda f: None, ["--evaluations", "0"], "`compare --evaluations 0` must be at least 1"),
+        (lambda f: edited(f / "bome.yaml", "model", "init_args", "n", value=11), [], "bome differs|ivsp differs"),
+        (lambda f: edited(f / "bome.yaml", "seed_everything", value=3), [], "seed_everything \\(0, not 3\\)"),
+        (lambda f: edited(f / "bome.yaml", "model", "init_args", "solver", "class_path", value="BOMB"), [], "BOMB"),
+        (lambda f: [p.unlink() for p in f.iterdir()], [], "there is no config"),
+    ],
+)
+def test_bad_calls(tmp_path: Path, small: Path, capsys: Any, prepare: Any, arguments: list[str], words: str) -> None:
+    import re
+
+    prepare(small)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", str(small), "--out", str(out), *arguments])
+    assert stop.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, capsys: Any) -> None:
+    edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "rho", value=2.0)
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", str(small), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert "error: `IVSP`: `rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
+
+
+def test_different_tasks_may_be_forced(tmp_path: Path, small: Path) -> None:
+    edited(small / "bome.yaml", "model", "init_args", "n", value=11)
+    out = tmp_path / "out"
+    main(["compare", str(small), "--allow-different-tasks", "--budget", "50ms", "--out", str(out), "--evaluations", "1"])
+    assert {row["method"] for row in rows(out)} == {"ivsp", "bome"}
+
+
+def test_a_missing_config_and_a_double_name(tmp_path: Path, small: Path, capsys: Any) -> None:
+    for paths, words in (
+        (["nowhere.yaml"], "there is no such file"),
+        ([str(small), str(small)], "several configs named bome, ivsp"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["compare", *paths, "--out", str(tmp_path / "out")])
+        assert words in capsys.readouterr().err
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    call = ["compare", str(small), "--out", str(out), "--evaluations", "1", "--budget"]
+    out.mkdir()
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(SystemExit):
+        main([*call, "50ms"])
+    assert "has something else in it" in capsys.readouterr().err
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    (out / "thesis.txt").unlink()
+    main([*call, "50ms"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*call, "60ms"])
+    assert "has another comparison" in capsys.readouterr().err
+    edited(small / "bome.yaml", "model", "init_args", "solver", "init_args", "xi", value=0.01)
+    with pytest.raises(SystemExit):
+        main([*call, "50ms"])
+    assert "bome was run there with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("duration", "value"),
+    [
+        ("1s", 1.0),
+        ("500ms", 0.5),
+        ("2m", 120.0),
+        ("1.5h", 5400.0),
+        (3, 3.0),
+        ("7", 7.0),
+        ("01:02:03:04", 93784.0),
+        (timedelta(hours=1, milliseconds=500), 3600.5),
+        ({"hours": 1, "seconds": 2}, 3602.0),
+    ],
+)
+def test_durations(duration: Any, value: float) -> None:
+    assert seconds(duration) == value
+
+
+@pytest.mark.parametrize(
+    "duration", ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None]
+)
+def test_what_is_no_duration(duration: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration: write a positive number with ms, s, m or h, such as 60s"):
+        seconds(duration)
+
+
+def test_budget_counts_the_solvers_time_only(tmp_path: Path, clock: Clock) -> None:
+    class Timed(Weighting):
+        """Its f takes 20 ms, and what comes after a step 100 ms."""
+
+        def upper_loss(self, batch: Any) -> torch.Tensor:
+            clock.now += 0.02
+            return super().upper_loss(batch)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            clock.now += 0.1
+
+    module = Timed()
+    trainer(tmp_path, callbacks=[OptimizationBudget("50ms")]).fit(module, datamodule=weighting_data())
+    assert module.last_step is not None
+    assert 0.05 <= module.last_step.optimization_time < 0.1
+    assert module.last_step.iteration >= 2  # the pause after the first did not end the run
+
+
+def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
+    class Plain(LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+
+    with pytest.raises(MisconfigurationException, match="`OptimizationBudget` was given a Plain: it needs a bilevel module"):
+        trainer(tmp_path, callbacks=[OptimizationBudget(1)]).fit(Plain(), [1])
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("length", [1, 4, 1000])
+def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, validates: bool) -> None:
+    """At the first iteration past each time, whatever the epochs, with its validation before it."""
+    times, validated = [3.0, 4.0, 9.5, 20.0], []
+
+    class Clocked(SineProblem):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+            super().training_step(batch, batch_idx)
+            assert self.last_step is not None
+            self.last_step = replace(self.last_step, optimization_time=float(self.last_step.iteration))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.last_step is not None
+            validated.append(self.last_step.iteration)
+            super().validation_step(batch, batch_idx)
+
+    recorder = Recorder(times)
+    options = {"val_check_interval": NEVER, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    run = trainer(tmp_path, callbacks=[OptimizationBudget(20), recorder], **options, limit_val_batches=1.0 if validates else 0)
+    run.fit(Clocked(n=3), datamodule=FullBatchDataModule(epoch_length=length))
+    assert [row["iteration"] for row in recorder.rows] == [3, 4, 10, 20]
+    assert all(("x_error" in row) == validates for row in recorder.rows)
+    assert validated == ([3, 4, 10, 20] if validates else [])
+
+
+def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:
+    results = [
+        MethodResult("a", "IVSP", [{"iteration": 1, "optimization_time": 1.0, "passes": 4, "loss": 0.5, "auroc": 0.9}]),
+        MethodResult("b", "MEHA", [{"iteration": 2, "optimization_time": 1.0, "passes": 8, "loss": 0.7, "auroc": 0.95}]),
+        MethodResult("c", "SLM", [{"iteration": 2, "optimization_time": 0.1, "passes": 8, "loss": 0.1}], error="Boom | bang"),
+        MethodResult("d", "BOME"),
+    ]
+    write_summary(tmp_path / "s.md", results, "title")
+    text = (tmp_path / "s.md").read_text()
+    assert "| a | **0.5** | 0.9 | 1 | 4 | 1.00 |  |" in text
+    assert "| b | 0.7 | **0.95** |" in text
+    assert "| c | 0.1 |  | 2 | 8 | 0.10 | Boom / bang |" in text
+    assert "- **loss**: a, b\n- **auroc**: b, a" in text
+    write_csv(tmp_path / "r.csv", results)
+    assert (tmp_path / "r.csv").read_text().splitlines()[0] == "method,solver,iteration,optimization_time,passes,loss,auroc"
+    write_figure(tmp_path / "f", results, "title")
+    assert (tmp_path / "f.svg").exists()
+
+
+class TestAModuleOfTheUsers:
+    """Such as README's, with the mixin and without validation."""
+
+    def config(self, tmp_path: Path, **model: Any) -> Path:
+        content = {"seed_everything": 0, "trainer": {"accelerator": "cpu"}, "data": {"class_path": "modules.CleanerData"}}
+        path = tmp_path / "own.yaml"
+        path.write_text(yaml.safe_dump({**content, "model": model}))
+        return path
+
+    def test_it_is_evaluated_all_the_same(self, tmp_path: Path) -> None:
+        path = self.config(tmp_path, class_path="modules.Cleaner", init_args={"n_train": 30})
+        (result,) = compare([path], 0.2, tmp_path / "out", evaluations=2)
+        assert result.error is None
+        assert result.solver == "IVSP"
+        assert len(result.rows) == 2
+        assert result.rows[-1]["optimization_time"] >= 0.2
+        assert "kkt_residual" in result.rows[-1]
+
+    def test_a_module_that_is_not_told_its_solver(self, tmp_path: Path) -> None:
+        path = self.config(tmp_path, class_path="wrong_modules.Right")
+        with pytest.raises(ValueError, match=r"`Right` is not told its solver by the config: give its `__init__` an argument"):
+            compare([path], 0.2, tmp_path / "out")

@@ -1,0 +1,168 @@
+"""Hyper-cleaning: the model is the paper's, and it cleans."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from modules import MILD
+from places import CONFIGS
+from running import events, fit, trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
+
+
+def blobs(count: int, seed: int) -> TensorDataset:
+    """Images of 2 x 2 pixels, the brightest of which is the class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (count,), generator=generator)
+    images = 0.3 * torch.rand(count, 4, generator=generator)
+    images[torch.arange(count), labels] += 0.6
+    return TensorDataset(images.view(count, 1, 2, 2), labels)
+
+
+def data(n_train: int = 60, **options: Any) -> CleaningData:
+    return CleaningData.from_datasets(
+        blobs(n_train, 1), blobs(50, 2), blobs(40, 3), **{"corruption": 0.4, "epoch_length": 25, **options}
+    )
+
+
+def module(n_train: int = 60, **options: Any) -> HyperCleaning:
+    torch.manual_seed(0)
+    return HyperCleaning(n_train=n_train, inputs=4, hidden=8, classes=4, **{"solver": MILD, **options})
+
+
+def test_the_papers_sizes_and_start() -> None:
+    torch.manual_seed(0)
+    paper = HyperCleaning()
+    values = torch.cat([p.detach().reshape(-1) for p in paper.classifier.parameters()])
+    assert values.numel() == 25_450
+    assert paper.logits.numel() == 5_000
+    assert float(values.std()) == pytest.approx(0.01, rel=0.05)
+    assert torch.equal(paper.weights, torch.full((5000,), 0.5))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_losses_are_the_papers(chunk_size: int | None) -> None:
+    ours, source = module(), data(chunk_size=chunk_size)
+    whole = data()
+    x, y = torch.randn(60), 0.3 * torch.randn(sum(p.numel() for p in ours.classifier.parameters()))
+    problem = ours.bilevel_problem({"upper": source.upper, "lower": source.lower})
+    a, b, c, d = y.split([32, 8, 32, 4])
+
+    def network(images: torch.Tensor) -> torch.Tensor:
+        return (images.flatten(1) @ a.view(8, 4).T + b).sigmoid() @ c.view(4, 8).T + d
+
+    images, labels, _ = whole.lower
+    losses = cross_entropy(network(images), labels, reduction="none")
+    assert problem.at(x).value(y) == pytest.approx(float((x.sigmoid() * losses).sum() / 60), rel=1e-5)
+    assert problem.upper(x, y).value == pytest.approx(float(cross_entropy(network(whole.upper[0]), whole.upper[1])), rel=1e-5)
+
+
+def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
+    # BOME's short steps: with the long ones of a line search, so small a problem ends now here and now there.
+    ours, source = module(upper_unit=30.0, solver=partial(BOME, xi=3.0, alpha=1.0, eta=0.5, T=1)), data()
+    logger = TensorBoardLogger(tmp_path)
+    run = trainer(tmp_path, max_epochs=8, logger=logger, log_every_n_steps=25)
+    run.fit(ours, datamodule=source)
+    assert float(run.callback_metrics["auroc"]) > 0.95
+    assert float(run.callback_metrics["val_loss"]) < 0.7
+    assert source.corrupted is not None
+    found = ours.suspicious(int(source.corrupted.sum()))
+    assert float(source.corrupted[found].float().mean()) > 0.85
+    assert "suspicious samples" in events(Path(logger.log_dir)).Tags()["images"]
+    figure = ours.suspicious_figure(*source.lower[:2], count=10)
+    drawn = [axis for axis in figure.axes if axis.get_images()]
+    assert len(drawn) == 10
+    assert [int(axis.get_title().split()[0]) for axis in drawn] == source.lower[1][ours.suspicious(10)].tolist()
+
+
+def test_metrics_are_what_they_say(tmp_path: Any) -> None:
+    ours, source = module(), data()
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(ours, datamodule=source)
+    auroc = float(run.callback_metrics["auroc"])
+    images, labels = source.test
+    error = float((ours(images).argmax(1) != labels).float().mean())
+    assert float(run.callback_metrics["test_error"]) == pytest.approx(error, abs=1e-6)
+    assert run.test(ours, datamodule=source, verbose=False)[0]["test_error"] == pytest.approx(error, abs=1e-6)
+    bad, good = ours.logits[source.corrupted], ours.logits[~source.corrupted]  # type: ignore[operator]
+    pairs = (bad[:, None] < good[None]).float() + 0.5 * (bad[:, None] == good[None]).float()
+    assert auroc == pytest.approx(float(pairs.mean()), abs=1e-6)
+
+
+def test_unknown_corruption_has_no_auroc(tmp_path: Any) -> None:
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module(), datamodule=data(corruption=0.0))
+    assert "auroc" not in run.callback_metrics
+
+
+def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
+    ours = module()
+    trainer(tmp_path, max_steps=1).fit(ours, datamodule=data())
+    certificate = ours.certify()
+    assert certificate is not None
+    # (2 * 100 * (8 + 1) + log 4) / (1 + e^100)
+    assert certificate.qualification.startswith("holds: delta = 0.001 > 6.7e-41")
+    tiny = ours.certify(envelope=Envelope(rho=0.1, sigma=1.0, delta=1e-45))
+    assert tiny is not None
+    assert tiny.qualification.startswith("not known: delta = 1e-45 <= 6.7e-41")
+
+
+def test_any_classifier(tmp_path: Any) -> None:
+    ours = module(classifier=nn.Sequential(nn.Flatten(), nn.Linear(4, 4)), solver=BOME, envelope=Envelope(0.1, 1.0, 1e-3))
+    trainer(tmp_path, max_steps=2).fit(ours, datamodule=data())
+    certificate = ours.certify()
+    assert certificate is not None
+    assert certificate.qualification == "not known for this classifier"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: module(n_train=0), r"`HyperCleaning\(n_train=0\)` must be at least 1"),
+        (lambda: HyperCleaning(classes=1), r"`HyperCleaning\(classes=1\)` must be at least 2"),
+        (lambda: HyperCleaning(hidden=0), r"`HyperCleaning\(hidden=0\)` must be at least 1"),
+    ],
+)
+def test_bad_sizes(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        (lambda: module(n_train=61), r"`HyperCleaning\(n_train=61\)` was given 60 training samples"),
+        (
+            lambda: HyperCleaning(n_train=60, inputs=5, classes=4),
+            r"`HyperCleaning\(inputs=5\)` was given images of 1x2x2 = 4 pixels",
+        ),
+        (lambda: HyperCleaning(n_train=60, inputs=4, classes=3), r"`HyperCleaning\(classes=3\)` was given labels of 4 classes"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_before_training(tmp_path: Any, ours: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, max_steps=1).fit(ours(), datamodule=data())
+
+
+def test_digits_are_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer's command."""
+    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    fit(tmp_path, *quiet, config=CONFIGS / "digits" / "ivsp.yaml")
+    rows = {
+        line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines() if "  " in line
+    }
+    assert float(rows["auroc"]) >= 0.96
+    assert float(rows["test_error"]) <= 0.04
+    assert float(rows["KKT feasibility"]) < 1e-3

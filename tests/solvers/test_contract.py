@@ -1,0 +1,217 @@
+"""What holds for every solver of the table, on every problem."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from helpers import PROBLEMS, Problem, groups, point_of
+from tables import SOLVERS, Solver, every_problem, every_solver, solved
+from torch import Tensor
+
+import lightning_bilevel
+from lightning_bilevel import BilevelOptimizer, BilevelProblem, IVSPInfo, StepInfo, certify
+
+by_name = {problem.name: problem for problem in PROBLEMS}
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def begun(solver: Solver, problem: Problem, dtype: torch.dtype = torch.float64) -> BilevelOptimizer:
+    return solver.make(problem)(groups(*problem.at(dtype=dtype)))
+
+
+def advance(optimizer: BilevelOptimizer, problem: BilevelProblem, steps: int) -> list[StepInfo]:
+    return [optimizer.step(problem=problem) for _ in range(steps)]
+
+
+def facts(history: list[StepInfo]) -> list[dict[str, Any]]:
+    """All of the records but their times."""
+    return [{**asdict(info), "optimization_time": None} for info in history]
+
+
+def same_point(a: BilevelOptimizer, b: BilevelOptimizer) -> bool:
+    return all(torch.equal(v, w) for v, w in zip(point_of(a), point_of(b), strict=True))
+
+
+def through_a_file(optimizer: BilevelOptimizer) -> dict[str, Any]:
+    """The state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def counted(problem: Problem, count: dict[str, int], shift: float = 0.0) -> BilevelProblem:
+    """The problem, or one next to it, with functions that count how often they are called."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        count["f"] += 1
+        return problem.f(x, y) + shift * x.sum()
+
+    def g(x: Tensor, y: Tensor) -> Tensor:
+        count["g"] += 1
+        return problem.g(x + shift, y)
+
+    return BilevelProblem(f, g, problem.upper_set, problem.lower_set)
+
+
+def test_the_table_has_every_solver() -> None:
+    """And IVSP twice."""
+    public = [value for value in vars(lightning_bilevel).values() if isinstance(value, type)]
+    kinds = {kind for kind in public if issubclass(kind, BilevelOptimizer) and kind is not BilevelOptimizer}
+    assert {solver.kind for solver in SOLVERS.values()} == kinds
+    assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
+
+
+@every_problem
+@every_solver
+class TestContract:
+    def test_makes_progress(self, solver: Solver, problem: Problem) -> None:
+        """Towards a KKT point of the relaxed problem, whatever the method aims at."""
+        optimizer, built = begun(solver, problem), problem.build()
+        first = certify(built, *point_of(optimizer), problem.envelope).kkt
+        history = advance(optimizer, built, 60)
+        assert certify(built, *point_of(optimizer), problem.envelope).kkt < 0.7 * first
+        assert [info.iteration for info in history] == list(range(1, 61))
+        assert optimizer.memory["iteration"] == 60
+        assert optimizer.memory["inner_iterations"] == sum(info.inner_iterations for info in history)
+        assert optimizer.memory["passes"] == sum(info.calls.passes for info in history)
+        times = [info.optimization_time for info in history]
+        assert times == sorted(times)
+        assert 0.0 < times[0] < times[-1]
+
+    @both_dtypes
+    def test_stays_in_the_sets(self, solver: Solver, problem: Problem, dtype: torch.dtype) -> None:
+        """With its inner variable."""
+        optimizer, built = begun(solver, problem, dtype), problem.build()
+        rounding = 50 * torch.finfo(dtype).eps
+        for _ in range(30):
+            optimizer.step(problem=built)
+            x, y = point_of(optimizer)
+            inner = [] if solver.kept is None else [optimizer.memory[solver.kept]]
+            for convex_set, v in ((built.upper_set, x), *((built.lower_set, v) for v in (y, *inner))):
+                assert v.dtype == dtype
+                assert (convex_set.project(v) - v).norm() <= rounding * (1 + v.norm())
+
+    def test_the_passes_are_stated_counted_and_real(self, solver: Solver, problem: Problem) -> None:
+        count = {"f": 0, "g": 0}
+        optimizer, built = begun(solver, problem), counted(problem, count)
+        for k in range(1, 31):
+            count.update(f=0, g=0)
+            before = built.calls
+            info = optimizer.step(problem=built)
+            assert info.calls == built.calls - before
+            # Values without a gradient are no passes.
+            assert count == {"f": info.calls.upper, "g": info.calls.lower + 2 * info.calls.gap + solver.values}, k
+            assert info.calls.passes == (solver.passes or info.calls.passes)
+
+    def test_so_are_those_on_changing_batches(self, solver: Solver, problem: Problem) -> None:
+        count = {"f": 0, "g": 0}
+        optimizer = begun(solver, problem)
+        for k in range(6):
+            count.update(f=0, g=0)
+            info = optimizer.step(problem=counted(problem, count, shift=1e-3 * k))
+            assert count == {"f": info.calls.upper, "g": info.calls.lower + 2 * info.calls.gap + solver.values}, k
+
+    def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
+        """Which are plain, and the inner variable is there where the method has one."""
+        optimizer, built = begun(solver, problem, torch.float32), problem.build()
+        kinds, constants = [], []
+        for _ in range(3):
+            optimizer.step(problem=built)
+            state = optimizer.state_dict()
+            assert list(state["state"]) == [0]
+            kinds.append({name: type(value) for name, value in state["state"][0].items()})
+            constants.append({name: type(value) for name, value in state["param_groups"][0].items()})
+            assert all(type(leaf) in (int, float, bool, str, type(None)) for leaf in leaves(state["param_groups"]))
+            tensors = {name for name, value in state["state"][0].items() if isinstance(value, Tensor)}
+            assert tensors == ({solver.kept} if solver.kept else set())
+            assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
+        assert kinds[0] == kinds[1] == kinds[2]
+        assert constants[0] == constants[1] == constants[2]
+        assert set(kinds[0].values()) <= {Tensor, int, float, bool}
+
+    @both_dtypes
+    def test_resumes_bitwise_at_every_step(self, solver: Solver, problem: Problem, dtype: torch.dtype) -> None:
+        check_resume(solver, problem, problem.build, dtype, stops=range(6))
+
+    def test_copies_run_on(self, solver: Solver, problem: Problem) -> None:
+        """Each for itself."""
+        optimizer, built = begun(solver, problem), problem.build()
+        advance(optimizer, built, 3)
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+            straight = copy.deepcopy(optimizer)
+            assert facts(advance(copied, built, 3)) == facts(advance(straight, built, 3))
+            assert same_point(copied, straight)
+        expected = facts(advance(copy.deepcopy(optimizer), built, 3))
+        got = facts(advance(optimizer, built, 3))
+        # The original knows what it has evaluated; a copy looks once more.
+        assert [{**info, "calls": None} for info in got] == [{**info, "calls": None} for info in expected]
+
+
+def check_resume(
+    solver: Solver, problem: Problem, build: Callable[[], BilevelProblem], dtype: torch.dtype, stops: range, more: int = 4
+) -> None:
+    """Stop before each of the steps; what goes on from a file is what has not been stopped, but for what it must look at anew."""
+    straight, built = begun(solver, problem, dtype), build()
+    states, history = [], []
+    for _ in range(stops.stop + more):
+        states.append((through_a_file(straight), point_of(straight)))
+        history += advance(straight, built, 1)
+    states.append((through_a_file(straight), point_of(straight)))
+    for stop in stops:
+        state, point = states[stop]
+        resumed = solver.kind(groups(*point))  # with other constants, which the load replaces
+        resumed.load_state_dict(state)
+        got = advance(resumed, build(), more)
+        assert facts(got) == facts(history[stop : stop + more]), stop
+        expected = states[stop + more]
+        assert all(torch.equal(a, b) for a, b in zip(point_of(resumed), expected[1], strict=True)), stop
+        for name, value in expected[0]["state"][0].items():
+            if name != "optimization_time":
+                now = resumed.memory[name]
+                assert torch.equal(now, value) if isinstance(value, Tensor) else now == value, (stop, name)
+        if stop:
+            assert got[0].optimization_time > history[stop - 1].optimization_time
+
+
+@both_dtypes
+@pytest.mark.parametrize("units", [(2.0, 0.5), (0.3, 0.07)], ids=str)
+@pytest.mark.parametrize("name", ["active_box", "ball", "simplex"])
+@every_solver
+def test_resumes_bitwise_in_units_too(solver: Solver, name: str, units: tuple[float, float], dtype: torch.dtype) -> None:
+    problem = by_name[name]
+    check_resume(solver, problem, lambda: problem.build().in_units(*units), dtype, stops=range(3, 5))
+
+
+@every_problem
+@pytest.mark.parametrize("solver", [solver for solver in SOLVERS.values() if solver.is_ivsp], ids=str)
+def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
+    """Of the relaxed problem, up to what the smoothing of its penalty still allows: half of mu beyond the constraint."""
+    solution = solved(solver, problem)
+    certificate, last = solution.certificate, solution.history[-1]
+    assert certificate is not None
+    assert isinstance(last, IVSPInfo)
+    assert certificate.stationarity < 1e-3
+    assert certificate.multiplier == 0 or abs(certificate.residual) <= last.mu / 2 + last.zeta
+    if solver.name == "paper":  # whose relaxed problem is that of the table
+        assert certificate.kkt < 1e-3
+        for got, expected in zip((solution.x, solution.y), problem.at("solution"), strict=True):
+            assert (got - expected).norm() < 1e-2
+    else:
+        assert certificate.stationarity < 1e-5

@@ -1,0 +1,36 @@
+"""What is kept of a run, and how it is compared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+
+class Recorder(Callback):
+    """Keeps the record of each step, without its time.
+
+    Args:
+        without: What else is left out.
+    """
+
+    def __init__(self, *without: str) -> None:
+        self.without = without
+        self.steps: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        known = asdict(pl_module.last_step)
+        self.steps.append({name: value for name, value in known.items() if name not in ("optimization_time", *self.without)})
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal, tensors bit for bit and in the same dtype."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)

@@ -1,0 +1,90 @@
+"""The table of solvers: what stands here is held to the contract of all solvers, by every test that speaks of all of them.
+
+An entry gives constants with which the method gets somewhere, and does not diverge, on every problem of `helpers.PROBLEMS` and
+of `parallel.problem`. IVSP stands here twice: as in the paper with all constants given, and with what it chooses itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from helpers import PROBLEMS, Problem, paper_constants
+
+from lightning_bilevel import BOME, F2SA, IVSP, MEHA, SLM, VPBGD, BilevelOptimizer, PNGBiO, Solution, SolverCallable, solve
+
+
+@dataclass(frozen=True, eq=False)
+class Solver:
+    """A method with constants.
+
+    Attributes:
+        kind: Its class.
+        constants: What it is made with, as a config would give it.
+        passes: The passes of an iteration, as the docstring of the class states them, where they do not vary.
+        values: How often an iteration evaluates g besides its passes, for the value alone.
+        kept: The inner variable in its state.
+        given: What a problem of the table gives besides.
+        steps: What it needs for a KKT point of every problem of the table, if that is not the problem's own number.
+    """
+
+    name: str
+    kind: type[BilevelOptimizer]
+    constants: dict[str, Any] = field(default_factory=dict)
+    passes: int | None = None
+    values: int = 0
+    kept: str | None = None
+    given: Callable[[Problem], dict[str, Any]] = lambda problem: {}
+    steps: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_ivsp(self) -> bool:
+        return self.kind is IVSP
+
+    def make(self, problem: Problem | None = None, **more: Any) -> SolverCallable:
+        """What makes it: for a problem of the table, or for any."""
+        given = {} if problem is None else self.given(problem)
+        return partial(self.kind, **{**self.constants, **given, **more})
+
+
+PAPER = {
+    "mu0": 0.02,
+    "block": 20,
+    "gamma0": 10.0,
+    "zeta_bar": 9.0,
+    "rho": 0.05,
+    "sigma": 1.0,
+    "L_init": 1.0,
+    "L_xy": 1.0,
+    "L_yy": 1.0,
+}
+LONG = {"alpha": 0.02, "beta": 0.02, "eta": 0.02, "gamma": 0.5}
+
+SOLVERS = {
+    solver.name: solver
+    for solver in (
+        Solver("paper", IVSP, PAPER, kept="z", given=paper_constants),
+        Solver("own", IVSP, kept="z", given=lambda problem: {"delta": problem.envelope.delta}, steps=200),
+        Solver("meha", MEHA, LONG, passes=6, kept="theta"),
+        Solver("pngbio", PNGBiO, LONG, passes=6, kept="theta"),
+        Solver("slm", SLM, {"eta": 0.01, "alpha": 0.01, "gamma": 0.05, "tau": 0.1, "T": 3, "restart": False}, 3 + 3, 2, "z"),
+        Solver("f2sa", F2SA, {"alpha": 0.01, "gamma": 0.02, "T": 2}, 3 * 2 + 3, kept="z"),
+        Solver("vpbgd", VPBGD, {"alpha": 0.005, "beta": 0.05, "T": 3, "restart": False}, 3 + 3, kept="w"),
+        Solver("bome", BOME, {"xi": 0.02, "alpha": 0.05, "T": 3}, 3 + 3),
+    )
+}
+
+every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=str)
+every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+
+
+@cache
+def solved(solver: Solver, problem: Problem) -> Solution:
+    """The run of a solver on a problem, made once."""
+    return solve(problem.build(), *problem.at(), solver.make(problem), solver.steps or problem.steps)

@@ -1,0 +1,194 @@
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import PROBLEMS, groups, make_ivsp, point_of
+from torch import Tensor
+
+from lightning_bilevel import (
+    IVSP,
+    BilevelError,
+    BilevelOptimizer,
+    BilevelProblem,
+    Box,
+    Envelope,
+    IVSPInfo,
+    StepInfo,
+    certify,
+    solve,
+)
+
+by_name = {problem.name: problem for problem in PROBLEMS}
+
+
+class Halving(BilevelOptimizer):
+    """A method without envelope or multiplier: it halves x and y."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+        return x / 2, y / 2, StepInfo(upper=problem.upper(x, y).value, lower=0.0, inner_iterations=0, lr=1.0)
+
+
+def test_is_the_loop_around_a_solver() -> None:
+    problem = by_name["sine"]
+    x0, y0 = problem.at()
+    solution = solve(problem.build(), x0, y0, make_ivsp(problem), max_steps=12)
+    optimizer, built = make_ivsp(problem)(groups(x0, y0)), problem.build()
+    for expected in solution.history:
+        info = optimizer.step(problem=built)
+        assert (info.iteration, info.upper, info.step, info.calls) == (
+            expected.iteration,
+            expected.upper,
+            expected.step,
+            expected.calls,
+        )
+    assert len(solution.history) == 12
+    assert torch.equal(solution.x, point_of(optimizer)[0])
+    assert torch.equal(solution.y, point_of(optimizer)[1])
+    point, known = (solution.x, solution.y), {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)}
+    assert solution.certificate == certify(built, *point, problem.envelope, **known)
+    assert not solution.x.requires_grad
+
+
+def test_does_not_change_the_start() -> None:
+    problem = by_name["quadratic"]
+    x0, y0 = problem.at()
+    copies = x0.clone(), y0.clone()
+    solve(problem.build(), x0, y0, make_ivsp(problem), max_steps=2)
+    assert torch.equal(x0, copies[0])
+    assert torch.equal(y0, copies[1])
+    assert not x0.requires_grad
+
+
+def test_a_start_may_be_a_number_a_list_or_a_parameter() -> None:
+    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    solver = partial(IVSP, sigma=0.0)
+    results = [
+        solve(problem, x0, y0, solver, max_steps=3)
+        for x0, y0 in (
+            (0.5, [0.25]),
+            (torch.tensor(0.5), torch.tensor([0.25])),
+            (torch.nn.Parameter(torch.tensor([0.5])), [0.25]),
+        )
+    ]
+    for result in results:
+        assert result.x.shape == result.y.shape == (1,)
+        assert torch.equal(result.x, results[0].x)
+
+
+def test_ivsp_is_the_default() -> None:
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: torch.sin(x + y).sum(), Box(-5, 5), Box(-5, 5)
+    )
+    solution = solve(problem, torch.zeros(1), torch.zeros(2), max_steps=3)
+    assert solution.certificate is not None
+    assert isinstance(solution.history[0], IVSPInfo)
+    assert solution.certificate.delta == 1e-3
+    # sin has curvatures up to 1: rho is 1/(4 L_yy), sigma is L_yy.
+    assert 0.1 < solution.certificate.sigma <= 1.1
+    assert solution.certificate.rho * solution.certificate.sigma == pytest.approx(0.25)
+
+
+def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> None:
+    problem = by_name["quadratic"]
+    x0, y0 = problem.at()
+    without = solve(problem.build(), x0, y0, Halving, max_steps=2)
+    assert without.certificate is None
+    assert torch.equal(without.x, x0 / 4)
+    named = solve(problem.build(), x0, y0, Halving, max_steps=2, envelope=problem.envelope)
+    built = problem.build()
+    assert named.certificate == certify(built, x0 / 4, y0 / 4, problem.envelope, start=built.check(x0, y0))
+    assert named.certificate is not None
+    assert not named.certificate.own_multiplier
+
+
+def test_the_named_envelope_and_tolerance_are_those_of_the_certificate() -> None:
+    problem = by_name["quadratic"]
+    envelope = Envelope(rho=0.3, sigma=0.1, delta=0.2)
+    solution = solve(problem.build(), *problem.at(), make_ivsp(problem), max_steps=2, envelope=envelope, tolerance=1e-4)
+    certificate = solution.certificate
+    assert certificate is not None
+    assert (certificate.rho, certificate.sigma, certificate.delta, certificate.tolerance) == (0.3, 0.1, 0.2, 1e-4)
+
+
+def test_a_random_objective_is_refused_before_the_first_step() -> None:
+    problem = by_name["quadratic"]
+    steps = []
+
+    class Watched(Halving):
+        def advance(self, *args: Any) -> Any:
+            steps.append(1)
+            return super().advance(*args)
+
+    noisy = BilevelProblem(lambda x, y: problem.f(x, y) * torch.rand(()), problem.g)
+    with pytest.raises(BilevelError, match="deterministic objective"):
+        solve(noisy, *problem.at(), Watched, max_steps=2)
+    assert not steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keeps_the_dtype_of_the_start(dtype: torch.dtype) -> None:
+    problem = by_name["ball"]
+    solution = solve(problem.build(), *problem.at(dtype=dtype), make_ivsp(problem), max_steps=3)
+    assert solution.x.dtype == solution.y.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 0}, "`solve(max_steps=0)` must be at least 1."),
+        ({"max_steps": -2}, "`solve(max_steps=-2)` must be at least 1."),
+        ({"tolerance": 0}, "`solve(tolerance=0)` must be positive, or None for what the dtype allows comfortably."),
+        ({"tolerance": float("nan")}, "`solve(tolerance=nan)` must be positive"),
+        ({"x0": torch.zeros(2, 2)}, "`solve(x0)` has shape (2, 2): it must be a flat vector of floating-point numbers."),
+        ({"y0": torch.zeros(1, 3)}, "`solve(y0)` has shape (1, 3): it must be a flat vector of floating-point numbers."),
+        (
+            {"x0": torch.zeros(2, dtype=torch.int64)},
+            "`solve(x0)` has dtype torch.int64: it must be a flat vector of floating-point",
+        ),
+        ({"y0": [1, 2]}, "`solve(y0)` has dtype torch.int64: it must be a flat vector of floating-point numbers."),
+    ],
+)
+def test_errors(arguments: dict[str, Any], message: str) -> None:
+    problem = by_name["quadratic"]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
+
+
+RULE = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 1.5}, "`solve(max_steps=1.5)` must be a whole number."),
+        ({"max_steps": "10"}, "`solve(max_steps='10')` must be a whole number."),
+        ({"solver": "IVSP"}, f"`solve(solver='IVSP')` cannot be called with parameters: {RULE}"),
+        (
+            {"solver": Halving(groups(torch.zeros(1), torch.zeros(1)))},
+            f"`solve(solver=Halving(...))` cannot be called with parameters: {RULE}",
+        ),
+        ({"solver": torch.optim.SGD}, f"`solve(solver=SGD)` made a SGD, which is no `BilevelOptimizer`: {RULE}"),
+        ({"solver": partial(torch.optim.SGD, lr=1)}, "`solve(solver=partial)` made a SGD, which is no `BilevelOptimizer`"),
+    ],
+)
+def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
+    problem = by_name["quadratic"]
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
+
+
+def test_the_certificate_knows_the_start_in_the_sets() -> None:
+    """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y inwards, 2 - 0."""
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=Box(-2, 2)
+    )
+    with pytest.warns(UserWarning, match="The lower-level start lies outside"):
+        certificate = solve(problem, [0.0], [5.0], max_steps=1).certificate
+    assert certificate is not None
+    assert certificate.first_upper_gradient == pytest.approx(20**0.5)
+    assert certificate.first_lower_gradient == pytest.approx(2.0)
