@@ -174,3 +174,20 @@ def test_tests_mirror_the_package() -> None:
     assert {folder for folder in folders if not (ROOT / "lightning_bilevel" / folder).is_dir()} == set()
     names = [path.stem for path in TESTS]
     assert sorted(set(names)) == sorted(names)
+
+
+OUTSIDE = sorted(module for module in INSIDE if not module.startswith("lightning_bilevel.solvers"))
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_nobody_outside_the_solvers_reads_their_state(module: str) -> None:
+    """The record is what logs, callbacks and comparisons know of a solver; progress and hyper-parameters are for those who show it."""
+    read = [node.attr for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Attribute)]
+    assert not {"memory", "constants"} & set(read)
+
+
+@pytest.mark.parametrize("module", [m for m in INSIDE if not m.startswith("lightning_bilevel.solvers.ivsp")])
+def test_nobody_asks_whether_a_solver_is_ivsp(module: str) -> None:
+    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    asked = [ast.unparse(call) for call in calls if getattr(call.func, "id", "") in ("isinstance", "issubclass")]
+    assert [text for text in asked if "IVSP" in text] == []

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.tensorboard import show_text
-from lightning_bilevel.solvers.ivsp.record import IVSPInfo
+from lightning_bilevel.solvers.record import PenaltyInfo
 
 __all__ = ["PenaltyMonitor"]
 
@@ -55,7 +55,7 @@ class PenaltyMonitor(Monitor):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         info = pl_module.last_step
-        if not isinstance(info, IVSPInfo):
+        if not isinstance(info, PenaltyInfo):
             return
         self.iteration = info.iteration
         if info.penalty_updated:
@@ -75,7 +75,7 @@ class PenaltyMonitor(Monitor):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if isinstance(pl_module.last_step, IVSPInfo):
+        if isinstance(pl_module.last_step, PenaltyInfo):
             self._tell(trainer)
 
     @override

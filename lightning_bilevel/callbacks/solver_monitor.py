@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.plugin.publishing import is_logged
 from lightning_bilevel.report.tally import Tally
-from lightning_bilevel.solvers.ivsp.record import IVSPInfo
-from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 __all__ = ["SolverMonitor"]
 
@@ -75,7 +74,7 @@ class SolverMonitor(Monitor):
             "bilevel/passes": now.passes,
             "bilevel/optimization_time": info.optimization_time,
         }
-        if isinstance(info, IVSPInfo):
+        if isinstance(info, PenaltyInfo):
             metrics |= {
                 "bilevel/smoothing": info.mu,
                 "bilevel/accuracy": info.zeta,

@@ -9,54 +9,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.names import NAMES
 
 __all__ = ["layout", "show_figure", "show_hyperparameters", "show_layout", "show_pixels", "show_text"]
-
-_EVERY = {
-    "1 objective": {"upper level f": ["upper"], "lower level g": ["lower"], "step": ["step"]},
-    "2 feasibility": {
-        "violation [R]+": ["violation"],
-        "|y - z| and its bound where R <= 0": ["prox_distance", "prox_distance_bound"],
-    },
-    "3 KKT": {
-        "residuals": ["kkt_stationarity", "kkt_feasibility", "kkt_complementarity"],
-        "their maximum, and the best so far": ["kkt_residual", "kkt_best"],
-        "multiplier": ["kkt_multiplier", "multiplier"],
-    },
-    "6 cost": {
-        "oracle calls": ["calls_upper", "calls_lower", "calls_gap"],
-        "inner iterations per outer iteration": ["mean_inner_iterations"],
-        "optimisation time (s)": ["optimization_time"],
-    },
-}
-_PENALTY = {
-    "2 feasibility": {
-        "violation [R]+": ["violation"],
-        "Moreau gap R as the solver sees it": ["moreau_gap"],
-        "|y - z| and its bound where R <= 0": ["prox_distance", "prox_distance_bound"],
-    },
-    "4 penalty": {
-        "inverse penalty gamma, and its updates": ["penalty", "penalty_at_update"],
-        "iterations since the last update": ["penalty_constant_for"],
-        "smoothing mu": ["smoothing"],
-        "accuracy zeta": ["accuracy"],
-    },
-    "5 line search": {
-        "trials per iteration": ["mean_trials"],
-        "L and its start": ["curvature", "curvature_start"],
-    },
-}
 
 
 def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
     """Return the groups of TensorBoard's custom scalars for what a solver logs."""
-    groups = dict(sorted({**_EVERY, **(_PENALTY if isinstance(solver, IVSP) else {})}.items()))
-    return {
-        # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates too.
-        group.split(" ", 1)[1]: {title: ["Multiline", [f"^bilevel/{tag}$" for tag in tags]] for title, tags in charts.items()}
-        for group, charts in groups.items()
-    }
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for name in NAMES:
+        group, title = name.chart
+        if title and (solver.penalised or not name.penalised):
+            # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates too.
+            groups.setdefault(group, {}).setdefault(title, ["Multiline", []])[1].append(f"^{name.tag}$")
+    return groups
 
 
 def _writers(trainer: Trainer) -> list[Any]:

@@ -89,7 +89,7 @@ class BilevelTrainer(Trainer):
         own, problem, envelope = solver_of(self), model.problem_on(batch), model.envelope
         delta = 1e-3 if envelope is None else envelope.delta
         rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
-        given = own.hyper_parameters if isinstance(own, IVSP) else {}
+        given = own.hyper_parameters
         shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
         if self.is_global_zero:
             print(table(f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown))

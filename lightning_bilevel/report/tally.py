@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_bilevel.solvers.ivsp.record import IVSPInfo
-from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 __all__ = ["Tally"]
 
@@ -55,7 +54,7 @@ class Tally:
         self.upper_calls += info.calls.upper
         self.lower_calls += info.calls.lower
         self.gap_calls += info.calls.gap
-        if isinstance(info, IVSPInfo):
+        if isinstance(info, PenaltyInfo):
             self.penalised = True
             self.trials += info.trials
             self.capped += info.capped

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class BilevelOptimizer(Optimizer, ABC):
         defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that checkpoints load with
             ``weights_only``.
     """
+
+    # Whether the method strengthens a penalty, and says so in a `PenaltyInfo`.
+    penalised: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

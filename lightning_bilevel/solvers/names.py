@@ -15,14 +15,14 @@ class Name(NamedTuple):
         meaning: What it is, in words.
         chart: The group and the title of its chart in TensorBoard's custom scalars; empty if it has none.
         attribute: The attribute of the record that it is; empty for what a monitor computes.
-        ivsp: Whether only IVSP has it.
+        penalised: Whether only a method that strengthens a penalty has it, such as IVSP.
     """
 
     tag: str
     meaning: str
     chart: tuple[str, str] = ("", "")
     attribute: str = ""
-    ivsp: bool = False
+    penalised: bool = False
 
 
 _FEASIBILITY, _KKT, _PENALTY, _SEARCH, _COST = "feasibility", "KKT", "penalty", "line search", "cost"
@@ -44,7 +44,7 @@ NAMES = (
         "Moreau gap R as the solver sees it",
         (_FEASIBILITY, "Moreau gap R as the solver sees it"),
         "residual",
-        ivsp=True,
+        penalised=True,
     ),
     Name("bilevel/prox_distance", "distance of y from its proximal point z", _DISTANCE),
     Name("bilevel/prox_distance_bound", "bound on that distance where R <= 0", _DISTANCE),
@@ -55,16 +55,16 @@ NAMES = (
     Name("bilevel/kkt_best", "the smallest maximum so far", _MAXIMUM),
     Name("bilevel/kkt_multiplier", "multiplier of the certificate", _MULTIPLIER),
     Name("bilevel/multiplier", "multiplier of the solver", _MULTIPLIER, "multiplier"),
-    Name("bilevel/penalty", "inverse penalty gamma: it falls as the penalty grows", _GAMMA, "gamma", ivsp=True),
-    Name("bilevel/penalty_at_update", "gamma after an update", _GAMMA, ivsp=True),
-    Name("bilevel/penalty_updates", "updates of the penalty so far", attribute="penalty_updates", ivsp=True),
-    Name("bilevel/penalty_constant_for", "iterations since then", (_PENALTY, "iterations since the last update"), ivsp=True),
-    Name("bilevel/smoothing", "smoothing mu", (_PENALTY, "smoothing mu"), "mu", ivsp=True),
-    Name("bilevel/accuracy", "accuracy zeta of the Moreau evaluation", (_PENALTY, "accuracy zeta"), "zeta", ivsp=True),
-    Name("bilevel/trials", "trials of the line search", attribute="trials", ivsp=True),
-    Name("bilevel/mean_trials", "trials per iteration", (_SEARCH, "trials per iteration"), ivsp=True),
-    Name("bilevel/curvature", "accepted L", _CURVATURE, "L", ivsp=True),
-    Name("bilevel/curvature_start", "L of the first trial", _CURVATURE, "L_start", ivsp=True),
+    Name("bilevel/penalty", "inverse penalty gamma: it falls as the penalty grows", _GAMMA, "gamma", penalised=True),
+    Name("bilevel/penalty_at_update", "gamma after an update", _GAMMA, penalised=True),
+    Name("bilevel/penalty_updates", "updates of the penalty so far", attribute="penalty_updates", penalised=True),
+    Name("bilevel/penalty_constant_for", "iterations since then", (_PENALTY, "iterations since the last update"), penalised=True),
+    Name("bilevel/smoothing", "smoothing mu", (_PENALTY, "smoothing mu"), "mu", penalised=True),
+    Name("bilevel/accuracy", "accuracy zeta of the Moreau evaluation", (_PENALTY, "accuracy zeta"), "zeta", penalised=True),
+    Name("bilevel/trials", "trials of the line search", attribute="trials", penalised=True),
+    Name("bilevel/mean_trials", "trials per iteration", (_SEARCH, "trials per iteration"), penalised=True),
+    Name("bilevel/curvature", "accepted L", _CURVATURE, "L", penalised=True),
+    Name("bilevel/curvature_start", "L of the first trial", _CURVATURE, "L_start", penalised=True),
     Name("bilevel/calls_upper", "evaluations of f so far", _CALLS),
     Name("bilevel/calls_lower", "evaluations of the gradient of g so far", _CALLS),
     Name("bilevel/calls_gap", "evaluations of the gap so far", _CALLS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -92,6 +92,8 @@ class IVSP(BilevelOptimizer):
         Alcantara, Inoue, Takeda: Improved KKT Complexity for First-Order Bilevel Optimization under Weak Lower-Level
         Convexity (Algorithms 1 to 3).
     """
+
+    penalised: ClassVar[bool] = True
 
     def __init__(
         self,
