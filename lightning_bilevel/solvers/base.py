@@ -134,6 +134,7 @@ class BilevelOptimizer(Optimizer, ABC):
             factor = self.prepare(scaled, x, y)
             if factor != 1.0:
                 self.param_groups[0]["unit"] *= factor
+                scaled.forget()  # nobody asks it again
                 spent, scaled = scaled.calls, self._in_units(problem)
                 scaled.calls, x = spent, x / factor
             new_x, new_y, info = self.advance(scaled, x, y)
