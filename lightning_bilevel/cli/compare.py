@@ -170,12 +170,13 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
     elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
         raise ValueError(f"`compare --out {out}`: that folder has something else in it; name an empty or a new one.")
     for config in configs:
-        if (out / config.name / "state.pt").exists():
+        folder = out / config.name
+        if (folder / "state.pt").exists() and not (folder / "result.json").exists():
             raise ValueError(
                 f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of lightning-bilevel, and this one "
                 "cannot go on from it; delete it to start that method anew, or name another folder."
             )
-        resolved = out / config.name / "config.yaml"
+        resolved = folder / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
             raise ValueError(f"`compare --out {out}`: {config.name} was run there with other settings; name another folder.")
     # The note first: what is killed here is recognised by it.
