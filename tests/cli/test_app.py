@@ -60,8 +60,10 @@ MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor",
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("solver", ["ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome"])
+@pytest.mark.parametrize(
+    ("solver", "named"),
+    [*((name, False) for name in ("ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome")), ("ivsp", True), ("meha", True)],
+)
 def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], solver: str, named: bool) -> None:
     """Named in YAML without arguments, or not named at all: each monitor watches once."""
     config = yaml.safe_load((CONFIG.parent / f"{solver}.yaml").read_text())
@@ -84,26 +86,30 @@ def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "checkpoints" / "certificate.json").exists()
 
 
-class TestCertify:
-    @pytest.fixture
-    def run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], dict[str, Any]]:
-        fit(tmp_path, *QUIET, "--trainer.max_epochs=2", "--model.init_args.n=10")
-        capsys.readouterr()
-        (checkpoint,) = tmp_path.rglob("*.ckpt")
-        (config,) = tmp_path.rglob("config.yaml")
-        saved = json.loads((checkpoint.parent / "certificate.json").read_text())
-        return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any], Path]:
+    """A call that certifies a run, what the run said itself, and its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lightning-bilevel"])
+        fit(folder, *QUIET, "--trainer.max_epochs=2", "--model.init_args.n=10")
+    (checkpoint,) = folder.rglob("*.ckpt")
+    (config,) = folder.rglob("config.yaml")
+    saved = json.loads((checkpoint.parent / "certificate.json").read_text())
+    return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved, folder
 
-    def test_equals_the_certificate_of_the_run(self, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        call, saved = run
-        before = sorted(tmp_path.rglob("*"))
+
+class TestCertify:
+    def test_equals_the_certificate_of_the_run(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        call, saved, folder = run
+        before = sorted(folder.rglob("*"))
         main(call)
         printed = capsys.readouterr().out
         for name in ("stationarity", "feasibility", "complementarity"):
             assert f"{saved['certificate'][name]:.3e}" in printed
         # the counts of the run are in the checkpoint, so the penalty is in the reading
         assert saved["reading"] in " ".join(printed.split())
-        assert sorted(tmp_path.rglob("*")) == before  # it only looks
+        assert sorted(folder.rglob("*")) == before  # it only looks
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import lightning_bilevel.plugin.certifier as certifier

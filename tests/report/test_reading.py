@@ -252,7 +252,7 @@ class TestNotEnforced:
     @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
     def test_healthy_runs_are_not_told(self, problem: Problem, point: str) -> None:
         for make in (IVSP, make_ivsp(problem)):
-            told = solve(problem.build(), *problem.at(point), make, 300).reading
+            told = solve(problem.build(), *problem.at(point), make, 150).reading
             assert "not enforced" not in told
             assert "not converged" not in told
 

@@ -8,12 +8,12 @@ the command line as a user calls it, with the same arguments each time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ import yaml
 from records import same
 from tables import SOLVERS
 
-from lightning_bilevel import files
+from lightning_bilevel import BilevelOptimizer, files
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli import compare
 
@@ -48,7 +48,7 @@ def config(folder: Path, solver: str, interval: str) -> list[str]:
     return ["fit", "--config", str(folder / "run.yaml"), "--ckpt_path", "last"]
 
 
-def launch(arguments: list[str], folder: Path, prepare: Callable[[], None] = lambda: None) -> int:
+def launch(arguments: list[str], folder: Path, prepare: Callable[[], None] | None = None) -> int:
     """Start the command line in a process of its own."""
     child = os.fork()
     if child:
@@ -59,7 +59,8 @@ def launch(arguments: list[str], folder: Path, prepare: Callable[[], None] = lam
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.argv = ["lightning-bilevel"]
-        prepare()
+        if prepare is not None:
+            prepare()
         main(arguments)
         code = 0
     except SystemExit as error:
@@ -74,6 +75,28 @@ def outcome(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_about(steps: int, dice: random.Random) -> Callable[[], None]:
+    """Kill the process some milliseconds after so many steps of its own, whatever it does then."""
+    pause = dice.uniform(0.0, 0.01)
+
+    def prepare() -> None:
+        step, countdown = BilevelOptimizer.step, [steps]
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                threading.Timer(pause, die).start()
+            return step(self, *args, **kwargs)
+
+        BilevelOptimizer.step = counted  # type: ignore[method-assign]
+
+    return prepare
+
+
 def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
     """Kill the process at some write of a checkpoint: in the middle of its bytes, before or after it gets its name."""
 
@@ -85,9 +108,6 @@ def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
         def now(place: str) -> bool:
             countdown[0] -= place == where
             return place == where and countdown[0] < 0
-
-        def die() -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
 
         def torn_save(content: Any, file: Any) -> None:
             if now("bytes"):
@@ -129,23 +149,13 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
     """Run once undisturbed and once with kills, every other one while a checkpoint is written; compare the ends."""
     assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
     disturbed, steps, killed, writing = folder / "killed", [], 0, 0
-    arguments = config(disturbed, solver, "10ms")
+    arguments = config(disturbed, solver, "1ms")  # it saves about every step, so that half of the steps suffice for all kills
     while True:
-        if killed < kills and killed % 2:
-            child = launch(arguments, disturbed, dies_while_writing(dice.randrange(3), dice))
-            code = outcome(child)
-            writing += code == -signal.SIGKILL
-        else:
-            child = launch(arguments, disturbed)
-            if killed < kills:
-                first = steps[-1] if steps else 0
-                patience = time.monotonic() + 60
-                while progress(disturbed) <= first and time.monotonic() < patience and not ended(child):
-                    time.sleep(0.05)
-                time.sleep(dice.uniform(0.0, 0.3))
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            code = outcome(child)
+        prepare: Callable[[], None] | None = None
+        if killed < kills:
+            prepare = dies_while_writing(dice.randrange(3), dice) if killed % 2 else dies_about(farthest(kills, dice), dice)
+        code = outcome(launch(arguments, disturbed, prepare))
+        writing += killed % 2 if code == -signal.SIGKILL else 0
         if (disturbed / "last.ckpt").exists():
             steps.append(state(disturbed)["global_step"])
         if code != -signal.SIGKILL:
@@ -156,13 +166,8 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
     return {"solver": solver, "killed": killed, "writing": writing, "code": code, "equal": equal, "steps": steps, "left": left}
 
 
-def ended(child: int) -> bool:
-    return Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def progress(folder: Path) -> int:
-    path = folder / "last.ckpt"
-    return int(torch.load(path, weights_only=True)["global_step"]) if path.exists() else 0
+def farthest(kills: int, dice: random.Random) -> int:
+    return dice.randint(1, max(STEPS // (2 * kills), 1))
 
 
 def told_to_end(folder: Path, number: int) -> dict[str, Any]:
@@ -202,20 +207,19 @@ def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[
     (folder / "configs" / "run.yaml").unlink()
     arguments = ["compare", str(folder / "configs"), "--budget", "600ms", "--evaluations", "6", "--out", str(folder / "out")]
 
-    def impatient() -> None:
-        compare.SAVE_EVERY = 1e-9
+    def prepared(dies: Callable[[], None] | None) -> Callable[[], None]:
+        def prepare() -> None:
+            compare.SAVE_EVERY = 1e-9
+            if dies is not None:
+                dies()
+
+        return prepare
 
     while code:
-        if killed >= kills:
-            child = launch(arguments, folder, impatient)
-        elif killed % 2:
-            dies = dies_while_writing(dice.randrange(6), dice)
-            child = launch(arguments, folder, lambda dies=dies: (impatient(), dies()))  # type: ignore[misc]
-        else:
-            child = launch(arguments, folder, impatient)
-            time.sleep(dice.uniform(0.2, 3.0))
-            os.kill(child, signal.SIGKILL)
-        code = outcome(child)
+        dies = None
+        if killed < kills:
+            dies = dies_while_writing(dice.randrange(2), dice) if killed % 2 else dies_about(dice.randint(5, 30), dice)
+        code = outcome(launch(arguments, folder, prepared(dies)))
         killed += code == -signal.SIGKILL
         if code > 0:
             break

@@ -16,14 +16,13 @@ from helpers import (
     PLAIN,
     PROBLEMS,
     Problem,
-    exact_residuals,
     groups,
     make_ivsp,
     point_of,
     random_problem,
     sine_functions,
 )
-from tables import SOLVERS, every_problem, solved
+from tables import every_problem
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -313,29 +312,6 @@ def test_units_are_a_change_of_variables(units: tuple[float, float]) -> None:
 
 
 # ---------------------------------------------------------------- where a run ends
-
-
-@every_problem
-class TestCertificate:
-    def test_is_small(self, problem: Problem) -> None:
-        certificate = solved(SOLVERS["paper"], problem).certificate
-        assert certificate.stationarity < 1e-3
-        assert certificate.feasibility < 1e-3
-        assert certificate.complementarity < 1e-3
-        assert certificate.own_multiplier
-
-    def test_is_at_the_known_solution(self, problem: Problem) -> None:
-        solution = solved(SOLVERS["paper"], problem)
-        for got, expected in zip((solution.x, solution.y), problem.at("solution"), strict=True):
-            assert (got - expected).norm() < 2e-3
-        assert solution.certificate.multiplier == pytest.approx(problem.multiplier, rel=1e-2, abs=1e-3)
-
-    def test_equals_a_separate_computation(self, problem: Problem) -> None:
-        solution = solved(SOLVERS["paper"], problem)
-        certificate = solution.certificate
-        expected = exact_residuals(problem, solution.x, solution.y, certificate.multiplier)
-        got = (certificate.stationarity, certificate.feasibility, certificate.complementarity)
-        assert got == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", ["huber", "softplus"])
