@@ -46,6 +46,7 @@ from lightning_bilevel import (
     SineProblem,
     SolverMonitor,
 )
+from lightning_bilevel.callbacks import convergence_plot
 from lightning_bilevel.callbacks.tensorboard import layout
 from lightning_bilevel.report.figures import draw
 from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
