@@ -181,7 +181,7 @@ OUTSIDE = sorted(module for module in INSIDE if not module.startswith("lightning
 
 @pytest.mark.parametrize("module", OUTSIDE)
 def test_nobody_outside_the_solvers_reads_their_state(module: str) -> None:
-    """The record is what logs, callbacks and comparisons know of a solver; progress and hyper-parameters are for those who show it."""
+    """The record is what logs, callbacks and comparisons know; progress and hyper-parameters are for those who show a run."""
     read = [node.attr for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Attribute)]
     assert not {"memory", "constants"} & set(read)
 
