@@ -1,1 +1,1 @@
-"""Examples of the library's use, and its benchmarks."""
+"""Examples of the library's use."""

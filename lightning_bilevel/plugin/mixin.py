@@ -54,7 +54,7 @@ class BilevelMixin:
       at another x. Then g is ``lower_loss(batch, outputs)``, which must use no lower-level parameter.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
-    (:class:`~lightning_bilevel.data.fullbatch.Chunks`). One batch is one outer iteration. As long as the batch has the same
+    (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as the batch has the same
     tensors, what is known of the current point is used again.
 
     Example:
