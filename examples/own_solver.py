@@ -42,7 +42,7 @@ class HeavyBall(BilevelOptimizer):
         new_x, new_y = problem.upper_set.project(x + speed_x), problem.lower_set.project(y + speed_y)
         # State: tensors and plain numbers only.
         memory.update(z=z, speed_x=speed_x, speed_y=speed_y)
-        return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"], lr=c["lr"])
+        return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"])
 
 
 def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, float]:

@@ -153,8 +153,9 @@ class BilevelOptimizer(Optimizer, ABC):
         finally:
             problem.calls = scaled.calls
         self._write(scaled, new_x, new_y)
-        for group in self.param_groups:
-            group["lr"] = info.lr
+        if info.lr is not None:
+            for group in self.param_groups:
+                group["lr"] = info.lr
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
         memory["passes"] += (problem.calls - calls).passes

@@ -17,13 +17,13 @@ __all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
 class StepInfo:
     r"""What one outer iteration did.
 
-    A method fills in the first four; the rest is known to :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+    A method fills in the first three, and lr if its step changes; the rest is known to :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
 
     Attributes:
         upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
         lower: g(x, y), likewise.
         inner_iterations: Gradient steps on the lower level.
-        lr: The step size of the upper level, which a scheduler or a LearningRateMonitor sees.
+        lr: The step size of the upper level, which a LearningRateMonitor sees; None leaves that of the parameter groups.
         iteration: The number of the iteration, from 1.
         step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; a method that knows it may say so.
         calls: Evaluations of f and g.
@@ -34,7 +34,7 @@ class StepInfo:
     upper: float
     lower: float
     inner_iterations: int
-    lr: float
+    lr: float | None = None
     iteration: int = 0
     step: float = math.nan
     calls: Calls = field(default_factory=Calls)

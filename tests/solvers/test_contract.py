@@ -227,3 +227,21 @@ def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
     for got_point, expected in zip((solution.x, solution.y), problem.at("solution"), strict=True):
         assert (got_point - expected).norm() < 2e-3
     assert certificate.multiplier == pytest.approx(problem.multiplier, rel=1e-2, abs=1e-3)
+
+
+def test_a_constant_called_lr_stays_what_it_is() -> None:
+    """A method that reports no step size keeps its own; one that does is shown with it."""
+
+    class Slow(BilevelOptimizer):
+        def __init__(self, params: Any, report: float | None) -> None:
+            super().__init__(params, {"lr": 0.5, "report": report})
+
+        def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+            f = problem.upper(x, y)
+            return x, y, StepInfo(upper=f.value, lower=0.0, inner_iterations=0, lr=self.constants["report"])
+
+    problem = by_name["quadratic"]
+    for report, shown in ((None, 0.5), (0.1, 0.1)):
+        solver = Slow(groups(*problem.at()), report)
+        solver.step(problem=problem.build())
+        assert [group["lr"] for group in solver.param_groups] == [shown, shown]
