@@ -17,7 +17,8 @@ __all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
 class StepInfo:
     r"""What one outer iteration did.
 
-    A method fills in the first three, and lr if its step changes; the rest is known to :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+    A method fills in the first three, and lr if its step changes; the rest is known to
+    :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
 
     Attributes:
         upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
