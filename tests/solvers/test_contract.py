@@ -176,7 +176,7 @@ def check_resume(
     states.append((through_a_file(straight), point_of(straight)))
     for stop in stops:
         state, point = states[stop]
-        resumed = solver.kind(groups(*point))  # with other constants, which the load replaces
+        resumed = solver.kind(groups(*point))  # type: ignore[call-arg]  # with other constants, which the load replaces
         resumed.load_state_dict(state)
         got = advance(resumed, build(), more)
         assert facts(got) == facts(history[stop : stop + more]), stop
