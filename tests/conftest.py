@@ -25,6 +25,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options = config.option
     if hasattr(config, "workerinput") or not config.pluginmanager.has_plugin("xdist") or options.numprocesses is not None:
         return
+    if getattr(options, "cov_source", None):  # pytest-cov has decided by now: give it `-n` as well
+        return
     if options.usepdb or options.tx or not all(Path(argument).is_dir() for argument in config.args):
         return
     options.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
