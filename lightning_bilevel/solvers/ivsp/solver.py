@@ -283,23 +283,19 @@ class IVSP(BilevelOptimizer):
         # What is known at the point that the last iteration returned, and its x.
         self._known: Point | None = None
         self._at: Tensor | None = None
-        self._read_settings: tuple[Constants, Paper] | None = None
         self._stalled = False
         # Whether the state is that of a checkpoint, or of a solver that was copied.
         self._loaded = True
 
     @property
     def _settings(self) -> tuple[Constants, Paper]:
-        """The constants and the rules of the run."""
-        if self._read_settings is None:
-            constants = Constants.read(self.param_groups[0])
-            self._read_settings = constants, rules_for(constants)
-        return self._read_settings
+        """The constants as the parameter groups have them now, and the rules that they ask for."""
+        constants = Constants.read(self.param_groups[0])
+        return constants, rules_for(constants)
 
     def _set(self, constants: dict[str, Any]) -> None:
         for group in self.param_groups:
             group.update(constants)
-        self._read_settings = None
 
     def _evaluated(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> Point:
         """Evaluate the current point, from where a checkpoint or other data left it."""

@@ -684,6 +684,14 @@ class TestConstants:
         for _ in range(5):
             assert one.step(problem=problem).upper == two.step(problem=problem).upper
 
+    def test_a_constant_that_is_changed_in_the_groups_counts(self) -> None:
+        optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
+        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        assert optimizer.step(problem=problem).gamma == 1.0
+        for group in optimizer.param_groups:
+            group["gamma0"] = 0.25
+        assert optimizer.step(problem=problem).gamma == 0.25
+
     def test_own_rules_with_all_constants_halve_the_penalty(self) -> None:
         optimizer = self.make(rules="own", rho=0.5, sigma=1.0, **{**PLAIN, "gamma0": 8.0})
         problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
