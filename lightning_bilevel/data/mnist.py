@@ -63,7 +63,13 @@ class MNISTCleaning(CleaningData):
 
 
 class FashionMNISTCleaning(MNISTCleaning):
-    """FashionMNIST with wrong training labels; the defaults are the paper's. As :class:`MNISTCleaning` in all else."""
+    """FashionMNIST with wrong training labels; the defaults are the paper's. As :class:`MNISTCleaning` in all else.
+
+    Args:
+        root: The folder that has the data set as torchvision puts it there (in ``FashionMNIST/raw``), or is to have it; None
+            takes the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
+        options: The arguments of :class:`CleaningData`.
+    """
 
     source = "FashionMNIST"
 
