@@ -463,6 +463,23 @@ class TestStateDict:
         assert info.calls.upper == info.trials + 1
         assert info.calls.gap == info.trials + (1 if changed == "f" else 2)  # where f is the same, the gap tells
 
+    @pytest.mark.parametrize("unit", [1.0, 30.0])
+    def test_a_state_of_the_version_before_goes_on_bitwise(self, unit: float) -> None:
+        """It named what was chosen in one string, and IVSP's own unit stood where that of the group stands now."""
+        problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum())
+        start, units = (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)), (unit, 1.0)
+        one = IVSP(groups(*start, units))
+        advance(one, problem, 3)
+        state, point = copy.deepcopy(one.state_dict()), point_of(one)
+        for group in state["param_groups"]:
+            group["estimated"], group["unit"] = " ".join(group.pop("chosen")), group.pop("own_unit")
+            del group["rules"]
+        two = IVSP(groups(*point, units))
+        two.load_state_dict(state)
+        assert [group["unit"] for group in two.param_groups] == [group["unit"] for group in one.param_groups]
+        expected = [facts(info) for info in advance(one, problem, 4)]
+        assert [facts(info) for info in advance(two, problem, 4)] == expected
+
     def test_a_copy_with_a_unit_runs_on(self) -> None:
         """g hardly moves with x: IVSP measures x in a larger unit."""
         problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum())
