@@ -19,11 +19,24 @@ from benchmarks.figure import draw
 from benchmarks.results import Section, markdown, shown
 from benchmarks.tasks import QUICK, Size
 
-SECTIONS = ("overhead", "calls", "byhand", "boat", "target", "memory", "growth", "processes", "chunks", "monitors")
+SECTIONS = (
+    "overhead",
+    "calls",
+    "byhand",
+    "boat",
+    "target",
+    "memory",
+    "growth",
+    "processes",
+    "chunks",
+    "monitors",
+)
 
 
 def report(folder: Path) -> None:
-    found = {name: Section.load(path) for name in SECTIONS if (path := folder / f"{name}.json").exists()}
+    found = {
+        name: Section.load(path) for name in SECTIONS if (path := folder / f"{name}.json").exists()
+    }
     (folder / "table.md").write_text(markdown(list(found.values())))
     draw(found, folder / "benchmarks.png")
 
@@ -36,20 +49,38 @@ def run(names: Sequence[str], size: Size, folder: Path) -> None:
         section.save(folder / f"{name}.json")
         print(f"{section.title} ({time.perf_counter() - began:.0f} s)", flush=True)
         for row in section.rows:
-            print(f"  {row.what:50s} {shown(row):>12s}  {row.target:14s} {row.verdict:8s} {row.note}", flush=True)
+            print(
+                f"  {row.what:50s} {shown(row):>12s}  {row.target:14s} {row.verdict:8s} {row.note}",
+                flush=True,
+            )
     report(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"one or more of {', '.join(SECTIONS)}; all if none is named"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="smaller problems, a few minutes; not what the targets are for")
-    parser.add_argument("--out", type=Path, help="the folder for results; benchmark-results, or benchmark-results-quick")
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="section",
+        help=f"one or more of {', '.join(SECTIONS)}; all if none is named",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="smaller problems, a few minutes; not what the targets are for",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the folder for results; benchmark-results, or benchmark-results-quick",
+    )
     given = parser.parse_args(arguments)
     if unknown := set(given.sections) - set(SECTIONS):
-        parser.error(f"no section is called {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
+        parser.error(
+            f"no section is called {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}"
+        )
     folder = given.out or Path("benchmark-results-quick" if given.quick else "benchmark-results")
     names = given.sections or [name for name in SECTIONS if not (folder / f"{name}.json").exists()]
     run(names, QUICK if given.quick else Size(), folder)

@@ -32,17 +32,31 @@ class Betty:
 
         class Lower(ImplicitProblem):  # type: ignore[misc]
             def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
-                return lower_loss({"images": batch[0], "labels": batch[1]}, self.upper.module, self.module)
+                return lower_loss(
+                    {"images": batch[0], "labels": batch[1]}, self.upper.module, self.module
+                )
 
         self.network, self.steps = task.build().classifier, steps
         weights = Weights(len(task.data.lower[0]))
-        adam, descent = torch.optim.Adam(weights.parameters(), lr[0]), torch.optim.SGD(self.network.parameters(), lr[1])
+        adam, descent = (
+            torch.optim.Adam(weights.parameters(), lr[0]),
+            torch.optim.SGD(self.network.parameters(), lr[1]),
+        )
         clean, noisy = [task.data.upper[:2]], [task.data.lower[:2]]
         upper = Upper("upper", Config(), weights, adam, train_data_loader=clean, device="cpu")
-        lower = Lower("lower", Config(unroll_steps=steps), self.network, descent, train_data_loader=noisy, device="cpu")
+        lower = Lower(
+            "lower",
+            Config(unroll_steps=steps),
+            self.network,
+            descent,
+            train_data_loader=noisy,
+            device="cpu",
+        )
         dependencies: dict[str, Any] = {"u2l": {upper: [lower]}, "l2u": {lower: [upper]}}
         logging.disable(logging.INFO)  # betty tells what it has understood
-        self.engine = Engine(problems=[upper, lower], config=EngineConfig(), dependencies=dependencies)
+        self.engine = Engine(
+            problems=[upper, lower], config=EngineConfig(), dependencies=dependencies
+        )
         logging.disable(logging.NOTSET)
         self.engine.train()
 

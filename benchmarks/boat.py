@@ -46,13 +46,18 @@ def upper_loss(feed: dict[str, Tensor], upper: Weights, lower: nn.Module) -> Ten
 
 
 def lower_loss(feed: dict[str, Tensor], upper: Weights, lower: nn.Module) -> Tensor:
-    return (upper.logits.sigmoid() * cross_entropy(lower(feed["images"]), feed["labels"], reduction="none")).mean()
+    return (
+        upper.logits.sigmoid()
+        * cross_entropy(lower(feed["images"]), feed["labels"], reduction="none")
+    ).mean()
 
 
 class Boat:
     """BOAT's problem for a first-order operator on hyper-cleaning, with plain gradient steps in both levels."""
 
-    def __init__(self, task: Task, operator: str, settings: dict[str, Any], lower_steps: int = 1) -> None:
+    def __init__(
+        self, task: Task, operator: str, settings: dict[str, Any], lower_steps: int = 1
+    ) -> None:
         from boat_torch import Problem
 
         self.folder = tempfile.TemporaryDirectory()
@@ -69,9 +74,14 @@ class Boat:
             "loss_log_path": f"{self.folder.name}/losses.json",
             operator: {**REQUIRED[operator], **{name: value for name, value in settings.items() if name != "lr"}},
         }  # fmt: skip
-        losses = {f"{level}_level_loss": {"function": f"{__name__}.{level}_loss"} for level in ("upper", "lower")}
+        losses = {
+            f"{level}_level_loss": {"function": f"{__name__}.{level}_loss"}
+            for level in ("upper", "lower")
+        }
         self.problem = Problem(config, losses).build_ll_solver().build_ul_solver()
-        self.feeds = [{"images": images, "labels": labels} for images, labels in (lower[:2], upper[:2])]
+        self.feeds = [
+            {"images": images, "labels": labels} for images, labels in (lower[:2], upper[:2])
+        ]
         self.iteration, self.operator_time = 0, 0.0
 
     def step(self) -> None:

@@ -43,9 +43,18 @@ def run(size: Size) -> Section:
         for _ in range(size.steps):
             info = method.step(problem=problem)
             trials = getattr(info, "trials", 1)
-            steps = {"meha": 0, "pngbio": 0, "f2sa": 3 * info.inner_iterations}.get(name, info.inner_iterations)
+            steps = {"meha": 0, "pngbio": 0, "f2sa": 3 * info.inner_iterations}.get(
+                name, info.inner_iterations
+            )
             ratios.append(info.calls.passes / (steps + fixed * trials))
             made += info.calls.passes - info.calls.upper
         shared = f"{forward.count / size.steps:.3g} forward passes of g for {made / size.steps:.3g} that were asked for"
-        rows.append(Row(f"{type(method).__name__}: passes / minimum", statistics.mean(ratios), at_most=1.0, note=shared))
+        rows.append(
+            Row(
+                f"{type(method).__name__}: passes / minimum",
+                statistics.mean(ratios),
+                at_most=1.0,
+                note=shared,
+            )
+        )
     return Section("Passes of f and g per outer iteration", rows)

@@ -28,14 +28,19 @@ def run(size: Size) -> Section:
 
     module, chunked = problem()
     _, whole = problem(chunk_images=10**9)
-    x, y = (torch.cat([p.detach().reshape(-1) for p in level.parameters()]) for level in (module.encoder, module.heads))
-    parts, batch = in_turns([lambda: chunked.upper(x, y), lambda: whole.upper(x, y)], max(1, size.rounds // 2), warm_up=1)
+    x, y = (
+        torch.cat([p.detach().reshape(-1) for p in level.parameters()])
+        for level in (module.encoder, module.heads)
+    )
+    parts, batch = in_turns(
+        [lambda: chunked.upper(x, y), lambda: whole.upper(x, y)],
+        max(1, size.rounds // 2),
+        warm_up=1,
+    )
     level = chunked.at(x)
     inner, features = in_turns([lambda: level.gradient(y), lambda: chunked.at(x)], size.rounds)
     small, large = (peak_bytes(lambda p=p: p.upper(x, y)) / 2**30 for p in (chunked, whole))
-    note = (
-        f"{parts[-1]:.3g} s and {small:.3g} GiB in chunks, {batch[-1]:.3g} s and {large:.3g} GiB as one batch, {tasks} episodes"
-    )
+    note = f"{parts[-1]:.3g} s and {small:.3g} GiB in chunks, {batch[-1]:.3g} s and {large:.3g} GiB as one batch, {tasks} episodes"
     rows = [Row("gradient of f, chunks / one batch", ratio(parts, batch), at_most=0.4, note=note)]
     note = f"of the time of the support features, {1e3 * features[-1]:.3g} ms"
     rows.append(Row("inner iteration", 100 * ratio(inner, features), "%", note=note))

@@ -60,7 +60,9 @@ class Watch(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         known = trainer.callback_metrics.items()
-        self.metrics = {name: float(value) for name, value in known if not name.startswith("bilevel/")}
+        self.metrics = {
+            name: float(value) for name, value in known if not name.startswith("bilevel/")
+        }
 
 
 def _kkt(module: Any) -> float:
@@ -77,9 +79,13 @@ def run(name: str, seconds: float, constants: str | None) -> None:
         model.pop(unit, None)
     model["solver"] = {"class_path": "IVSP"}
     if constants is not None:
-        model["solver"] = yaml.safe_load((CONFIGS / constants / "ivsp.yaml").read_text())["model"]["init_args"]["solver"]
+        model["solver"] = yaml.safe_load((CONFIGS / constants / "ivsp.yaml").read_text())["model"][
+            "init_args"
+        ]["solver"]
     model.update(changes)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     config["trainer"] |= {"max_epochs": -1, "num_sanity_val_steps": 0, **quiet}
     cli, watch = BilevelCLI(args=config, run=False), Watch(times * seconds)
     cli.trainer.callbacks = [watch]
@@ -88,7 +94,10 @@ def run(name: str, seconds: float, constants: str | None) -> None:
         cli.trainer.fit(cli.model, cli.datamodule)
     except BilevelError as stopped:
         error = f" stopped: {stopped}"
-    values, metrics = watch.values, ", ".join(f"{key} {value:.4g}" for key, value in watch.metrics.items())
+    values, metrics = (
+        watch.values,
+        ", ".join(f"{key} {value:.4g}" for key, value in watch.metrics.items()),
+    )
     worst, last = max(abs(value) for value in values) / abs(values[0]), _kkt(cli.model)
     print(
         f"{name:<14} {'own choices' if constants is None else 'paper':<12} {len(values):>6} iterations, f {values[0]:.3g} -> "
@@ -102,9 +111,15 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
     """Run IVSP on a random problem; whether it was solved, and how it went in words."""
     problem, began = drawn.problem, time.perf_counter()
     start = problem.upper(drawn.x, drawn.y)
-    scales = math.hypot(norm(start.grad_x), norm(start.grad_y)), abs(problem.at(drawn.x).value(drawn.y)), abs(start.value)
+    scales = (
+        math.hypot(norm(start.grad_x), norm(start.grad_y)),
+        abs(problem.at(drawn.x).value(drawn.y)),
+        abs(start.value),
+    )
     x, y = drawn.x.clone().requires_grad_(), drawn.y.clone().requires_grad_()
-    solver = IVSP([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], delta=drawn.delta)
+    solver = IVSP(
+        [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], delta=drawn.delta
+    )
     relative, iteration, tally = math.inf, 0, Tally()
     try:
         while relative > 1e-2 and iteration < steps:
@@ -114,9 +129,14 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
             iteration = info.iteration
             assert solver.envelope is not None
             tolerance = 1e-9 * solver.constants["L_yy"]
-            c = certify(problem, x, y, solver.envelope, multiplier=solver.multiplier, tolerance=tolerance)
+            c = certify(
+                problem, x, y, solver.envelope, multiplier=solver.multiplier, tolerance=tolerance
+            )
             residuals = c.stationarity, c.feasibility, c.complementarity
-            relative = max(residual / max(scale, 1e-300) for residual, scale in zip(residuals, scales, strict=True))
+            relative = max(
+                residual / max(scale, 1e-300)
+                for residual, scale in zip(residuals, scales, strict=True)
+            )
     except BilevelError as error:
         return False, f"stopped: {error}"
     seconds = time.perf_counter() - began
@@ -125,7 +145,9 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--no-random", action="store_true")

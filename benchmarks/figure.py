@@ -31,7 +31,9 @@ def draw(sections: Mapping[str, Section], path: Path) -> None:
 
 def ratios(axis: Any, section: Section) -> None:
     rows = [row for row in section.rows if row.value is not None]
-    axis.barh([row.what.replace(" / ", "\n/ ") for row in rows], [row.value for row in rows], color=RIVALS)
+    axis.barh(
+        [row.what.replace(" / ", "\n/ ") for row in rows], [row.value for row in rows], color=RIVALS
+    )
     axis.axvline(1.0, color=OURS)
     axis.invert_yaxis()
     axis.set_title("time of an iteration, BOAT / ours", fontsize=10)
@@ -43,7 +45,14 @@ def losses(axis: Any, section: Section) -> None:
         # Ten colours for more curves than that: those of other libraries, whose names have two words, are dashed.
         style = "--" if " " in curve.name else "-"
         colour = OURS if mine else f"C{number % 10}"
-        axis.loglog(curve.xs, curve.ys, style, label=curve.name, color=colour, linewidth=2.5 if mine else 1.2)
+        axis.loglog(
+            curve.xs,
+            curve.ys,
+            style,
+            label=curve.name,
+            color=colour,
+            linewidth=2.5 if mine else 1.2,
+        )
     # One that diverges leaves the picture.
     axis.set_ylim(5e-3, 2 * max(curve.ys[0] for curve in section.curves))
     for target in (0.1, 0.01):

@@ -35,7 +35,9 @@ def sizes(most: int, ladder: Sequence[int]) -> list[int]:
     return [count for count in ladder if count < most] + [most]
 
 
-def measure(make: Callable[[int], Task], counts: Sequence[int], rounds: int) -> tuple[list[float], list[float]]:
+def measure(
+    make: Callable[[int], Task], counts: Sequence[int], rounds: int
+) -> tuple[list[float], list[float]]:
     """Return the seconds and the peak MiB of an iteration at each size, timed in turns."""
     methods = [make(count).alone() for count in counts]
 
@@ -53,7 +55,9 @@ def evaluations(n: int, rounds: int) -> float:
     _, problem = synthetic(Size(n=n)).alone()
     x, y = torch.zeros(1, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     lower = problem.at(x)
-    took = in_turns([lambda: problem.upper(x, y), lambda: lower.gradient(y), lambda: lower.gap(y, y)], rounds)
+    took = in_turns(
+        [lambda: problem.upper(x, y), lambda: lower.gradient(y), lambda: lower.gap(y, y)], rounds
+    )
     return sum(statistics.median(times) for times in took)
 
 
@@ -67,12 +71,21 @@ def coordinates(counts: Sequence[int], rounds: int) -> dict[str, list[float]]:
 def in_a_process(counts: Sequence[int], rounds: int, large_pages: bool) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "benchmarks.growth", str(rounds), *map(str, counts)]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": str(int(large_pages))}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=environment)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env=environment,
+    )
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def rows_of(name: str, counts: Sequence[int], times: Sequence[float], peaks: Sequence[float], more: str = "") -> list[Row]:
+def rows_of(
+    name: str, counts: Sequence[int], times: Sequence[float], peaks: Sequence[float], more: str = ""
+) -> list[Row]:
     upper = counts[-LAST:]
     over = ", ".join(f"{count:,}" for count in upper)
     note = f"{1e3 * times[-1]:.3g} ms and {peaks[-1]:.3g} MiB at {counts[-1]:,}; fitted over {over}{more}"
@@ -88,13 +101,22 @@ def run(size: Size) -> Section:
     for name, large in (("coordinates, large pages", True), ("coordinates, pages as usual", False)):
         found = in_a_process(counts, size.rounds, large)
         alone = exponent(counts[-LAST:], found["evaluations"][-LAST:])
-        rows += rows_of(name, counts, found["times"], found["peaks"], f"; the evaluations of f and g alone: {alone:.3g}")
+        rows += rows_of(
+            name,
+            counts,
+            found["times"],
+            found["peaks"],
+            f"; the evaluations of f and g alone: {alone:.3g}",
+        )
         curves.append(Curve(name, [float(count) for count in counts], found["times"]))
     samples = sizes(size.most_samples, [1000, 3000, 10_000, 20_000, 40_000])
     episodes = sizes(size.most_episodes, [8, 16, 32, 64])
     cleaner, learner = (solver(f"{task}/ivsp", **SAME_WORK) for task in ("mnist", "glyphs"))
     tasks: dict[str, tuple[Callable[[int], Task], list[int]]] = {
-        "samples": (lambda n: cleaning(replace(size, samples=n // 2), chosen=cleaner, chunk_size=5000), samples),
+        "samples": (
+            lambda n: cleaning(replace(size, samples=n // 2), chosen=cleaner, chunk_size=5000),
+            samples,
+        ),
         "episodes": (lambda n: few_shot(replace(size, episodes=n), learner), episodes),
     }
     for name, (make, counts) in tasks.items():

@@ -31,7 +31,9 @@ class Hypergradient:
         return cross_entropy(network(self.upper[0]), self.upper[1])
 
     def g(self, network: Any, x: Tensor) -> Tensor:
-        return (x.sigmoid() * cross_entropy(network(self.lower[0]), self.lower[1], reduction="none")).mean()
+        return (
+            x.sigmoid() * cross_entropy(network(self.lower[0]), self.lower[1], reduction="none")
+        ).mean()
 
     def step(self) -> None:
         (self.x.grad,) = torch.autograd.grad(self.differentiable_f(), self.x)
@@ -82,7 +84,9 @@ class ImplicitCG(Hypergradient):
         names = [name for name, _ in self.network.named_parameters()]
 
         def at(y: tuple[Tensor, ...]) -> Any:
-            return lambda images: torch.func.functional_call(self.network, dict(zip(names, y, strict=True)), (images,))
+            return lambda images: torch.func.functional_call(
+                self.network, dict(zip(names, y, strict=True)), (images,)
+            )
 
         def slope(y: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
             return torch.func.grad(lambda y: self.g(at(y), x))(y)

@@ -32,7 +32,10 @@ def peak_bytes(work: Callable[[], object], prepare: Callable[[], object] = lambd
     events = recorded.profiler.kineto_results.events()
     began = next(event.start_ns() for event in events if event.name() == "the work")
     held = peak = 0
-    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+    for event in sorted(
+        (event for event in events if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    ):
         held += event.nbytes()
         if event.start_ns() >= began:
             peak = max(peak, held)
@@ -53,12 +56,17 @@ def ivsp(size: Size, steps: int) -> Callable[[], object]:
     from lightning_bilevel.core.prox import inexact_prox
 
     _, problem = (task := cleaning(size)).alone()
-    x, y = torch.zeros(len(task.data.lower[0])), torch.cat([p.detach().reshape(-1) for p in task.build().classifier.parameters()])
+    x, y = (
+        torch.zeros(len(task.data.lower[0])),
+        torch.cat([p.detach().reshape(-1) for p in task.build().classifier.parameters()]),
+    )
     envelope, lower = Envelope(rho=0.05, sigma=1.0, delta=1e-3), problem.at(x)
 
     def work() -> None:
         try:
-            inexact_prox(lower, y, y + 1.0, 1e-300, envelope, problem.lower_set, L_yy=1.0, max_inner=steps)
+            inexact_prox(
+                lower, y, y + 1.0, 1e-300, envelope, problem.lower_set, L_yy=1.0, max_inner=steps
+            )
         except InnerLoopError:
             evaluate_gap(lower, y, y + 1.0, envelope)
 
@@ -103,7 +111,11 @@ def curves(size: Size) -> Iterator[tuple[Curve, str | None]]:
     """The peak in MiB against the inner steps, and the package of a rival."""
 
     def measured(name: str, make: Callable[[int], Callable[[], object]]) -> Curve:
-        return Curve(name, [float(steps) for steps in STEPS], [peak_bytes(make(steps)) / 2**20 for steps in STEPS])
+        return Curve(
+            name,
+            [float(steps) for steps in STEPS],
+            [peak_bytes(make(steps)) / 2**20 for steps in STEPS],
+        )
 
     yield measured("IVSP", lambda steps: ivsp(size, steps)), None
     for name, label in (("vpbgd", "V-PBGD"), ("f2sa", "F2SA")):
@@ -113,7 +125,13 @@ def curves(size: Size) -> Iterator[tuple[Curve, str | None]]:
         if installed(library) is None:
             yield Curve(library, [], []), library
         else:
-            yield measured(f"unrolled, {library}", lambda steps, library=library: unrolled(task, library, steps)), library
+            yield (
+                measured(
+                    f"unrolled, {library}",
+                    lambda steps, library=library: unrolled(task, library, steps),
+                ),
+                library,
+            )
 
 
 def vectors(n: int) -> float:
@@ -146,5 +164,12 @@ def run(size: Size) -> Section:
         note = f"{curve.ys[0]:.3g} to {curve.ys[-1]:.3g} MiB beyond the data"
         rows.append(Row(what, growth(curve), at_most=None if package else 1.05, note=note))
     note = "the synthetic problem; the four that f and g themselves need are included"
-    rows.append(Row("IVSP: peak in parameter vectors", vectors(size.most_coordinates // 10), at_most=12.0, note=note))
+    rows.append(
+        Row(
+            "IVSP: peak in parameter vectors",
+            vectors(size.most_coordinates // 10),
+            at_most=12.0,
+            note=note,
+        )
+    )
     return Section("Memory", rows, drawn)

@@ -17,7 +17,13 @@ from benchmarks.tasks import CONFIGS, Size
 from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.cli.app import BilevelCLI
 
-HOOKS = ("on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end")
+HOOKS = (
+    "on_fit_start",
+    "on_train_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+)
 
 
 def build(folder: str, size: Size) -> BilevelCLI:
@@ -26,7 +32,10 @@ def build(folder: str, size: Size) -> BilevelCLI:
         "trainer.max_epochs": size.steps // 2, "model.init_args.n_train": size.samples,
         "data.init_args.n_train": size.samples, "data.init_args.n_validation": size.samples,
     }  # fmt: skip
-    given = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
+    given = [
+        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in options.items()
+    ]
     return BilevelCLI(["--config", str(CONFIGS / "mnist" / "ivsp.yaml"), *given], run=False)
 
 
@@ -47,10 +56,19 @@ def run(size: Size) -> Section:
         for callback in cli.trainer.callbacks:
             if isinstance(callback, Monitor):
                 for hook in HOOKS:
-                    setattr(callback, hook, timed(getattr(callback, hook), spent, type(callback).__name__))
+                    setattr(
+                        callback,
+                        hook,
+                        timed(getattr(callback, hook), spent, type(callback).__name__),
+                    )
         began = time.process_time()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         whole = time.process_time() - began
-    of_each = ", ".join(f"{name} {100 * seconds / whole:.2g} %" for name, seconds in sorted(spent.items()))
+    of_each = ", ".join(
+        f"{name} {100 * seconds / whole:.2g} %" for name, seconds in sorted(spent.items())
+    )
     note = f"of {cli.trainer.global_step} iterations, {whole:.3g} s of processor time: {of_each}"
-    return Section("Monitors", [Row("all monitors", 100 * sum(spent.values()) / whole, "%", at_most=3.0, note=note)])
+    return Section(
+        "Monitors",
+        [Row("all monitors", 100 * sum(spent.values()) / whole, "%", at_most=3.0, note=note)],
+    )

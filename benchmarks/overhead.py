@@ -110,11 +110,22 @@ def run(size: Size) -> Section:
             took = 1e3 * statistics.median(loops) / (task.steps - max(1, task.steps // 10))
             note = f"an iteration of IVSP takes {took:.3g} ms"
             rows.append(
-                Row(f"{task.name}: `Trainer.fit` / bare loop", ratio(fits, loops), at_most=1.3 if small else 1.05, note=note)
+                Row(
+                    f"{task.name}: `Trainer.fit` / bare loop",
+                    ratio(fits, loops),
+                    at_most=1.3 if small else 1.05,
+                    note=note,
+                )
             )
             share = statistics.median(arithmetic(task) for _ in range(size.rounds))
             limit = None if small else 3.0
             rows.append(
-                Row(f"{task.name}: solver arithmetic", share, "%", at_most=limit, note="what is not an evaluation of f or g")
+                Row(
+                    f"{task.name}: solver arithmetic",
+                    share,
+                    "%",
+                    at_most=limit,
+                    note="what is not an evaluation of f or g",
+                )
             )
     return Section("Overhead", rows)

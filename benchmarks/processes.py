@@ -39,7 +39,12 @@ def one_side(processes: int, samples: int, steps: int) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2 // processes)
     task, clock = cleaning(Size(samples=samples, steps=steps)), Steps()
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    silent = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     strategy = "ddp" if processes > 1 else "auto"
     trainer = Trainer(
         accelerator="cpu", devices=processes, strategy=strategy, max_steps=steps + 2, max_epochs=-1, limit_val_batches=0,
@@ -51,17 +56,38 @@ def one_side(processes: int, samples: int, steps: int) -> None:
 
 
 def timed(processes: int, size: Size) -> float:
-    command = [sys.executable, "-m", "benchmarks.processes", str(processes), str(size.samples), str(size.steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.processes",
+        str(processes),
+        str(size.samples),
+        str(size.steps),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(2 // processes)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=environment)
-    return float(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("milliseconds")))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env=environment,
+    )
+    return float(
+        next(
+            line.split()[1] for line in done.stdout.splitlines() if line.startswith("milliseconds")
+        )
+    )
 
 
 def run(size: Size) -> Section:
     pairs = [(timed(2, size), timed(1, size)) for _ in range(max(2, size.rounds // 2))]
     two, one = (list(side) for side in zip(*pairs, strict=True))
     note = f"{min(two):.3g} ms against {min(one):.3g} ms an iteration of IVSP, MNIST"
-    return Section("Two processes", [Row("two processes / one process with two threads", ratio(two, one), note=note)])
+    return Section(
+        "Two processes",
+        [Row("two processes / one process with two threads", ratio(two, one), note=note)],
+    )
 
 
 if __name__ == "__main__":

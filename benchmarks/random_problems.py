@@ -49,7 +49,12 @@ def draw(number: int) -> Drawn:
 
     make = {"quadratic": _quadratic, "logistic": _logistic, "network": _network}[kind]
     upper, lower, x, y, X, Y = make(size, index, normal)
-    problem = BilevelProblem(lambda x, y: f_scale * upper(x, y), lambda x, y: g_scale * lower(x, y), upper_set=X, lower_set=Y)
+    problem = BilevelProblem(
+        lambda x, y: f_scale * upper(x, y),
+        lambda x, y: g_scale * lower(x, y),
+        upper_set=X,
+        lower_set=Y,
+    )
     sets = f"x in {type(X).__name__}, y in {type(Y).__name__}"
     name = f"{kind:<9} {x.numel():>6} + {y.numel():<6} f x {f_scale:g}, g x {g_scale:g}; {sets}"
     return Drawn(name, problem, X.project(x), Y.project(y), 1e-3 * g_scale)
@@ -87,7 +92,10 @@ def _logistic(n, index, normal):  # type: ignore[no-untyped-def]
         return binary_cross_entropy_with_logits(clean @ y, clean_labels)
 
     def lower(x: Tensor, y: Tensor) -> Tensor:
-        return binary_cross_entropy_with_logits(train @ y, train_labels) + 0.5 * (x.exp() * y**2).mean()
+        return (
+            binary_cross_entropy_with_logits(train @ y, train_labels)
+            + 0.5 * (x.exp() * y**2).mean()
+        )
 
     return upper, lower, torch.zeros(n, dtype=torch.float64) - 2.0, 0.1 * normal(n), X, Y
 
@@ -115,4 +123,11 @@ def _network(n, index, normal):  # type: ignore[no-untyped-def]
         weights = x if on_simplex else softplus(x) / samples
         return (weights * (network(y, inputs) - noisy) ** 2).sum() + 1e-3 * (y**2).sum()
 
-    return upper, lower, torch.zeros(samples, dtype=torch.float64), 0.5 * normal(hidden * (features + 1)), X, Y
+    return (
+        upper,
+        lower,
+        torch.zeros(samples, dtype=torch.float64),
+        0.5 * normal(hidden * (features + 1)),
+        X,
+        Y,
+    )

@@ -79,7 +79,11 @@ class Section:
     @classmethod
     def load(cls, path: Path) -> Section:
         saved = json.loads(path.read_text())
-        return cls(saved["title"], [Row(**row) for row in saved["rows"]], [Curve(**curve) for curve in saved["curves"]])
+        return cls(
+            saved["title"],
+            [Row(**row) for row in saved["rows"]],
+            [Curve(**curve) for curve in saved["curves"]],
+        )
 
 
 def installed(package: str) -> str | None:
@@ -104,5 +108,8 @@ def markdown(sections: Sequence[Section]) -> str:
     lines += ["| | measured | target | | |", "| --- | --- | --- | --- | --- |"]
     for section in sections:
         lines.append(f"| **{section.title}** | | | | |")
-        lines += [f"| {row.what} | {shown(row)} | {row.target} | {row.verdict} | {row.note} |" for row in section.rows]
+        lines += [
+            f"| {row.what} | {shown(row)} | {row.target} | {row.verdict} | {row.note} |"
+            for row in section.rows
+        ]
     return "\n".join(lines) + "\n"

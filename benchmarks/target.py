@@ -39,13 +39,18 @@ PATIENCE = 3.5
 TUNING = 25.0
 
 
-def contender(name: str, settings: dict[str, Any], size: Size) -> tuple[Task, nn.Module, Callable[[], object]]:
+def contender(
+    name: str, settings: dict[str, Any], size: Size
+) -> tuple[Task, nn.Module, Callable[[], object]]:
     """Return the task, the classifier that is trained, and an outer iteration."""
     library, _, how = name.partition(" ")
     if not how:
         task = cleaning(size, chosen=solver(f"mnist/{name}", **settings))
         module = task.build()
-        method, problem = module._declaration.solver(module._declaration.groups()), task.problem(module)
+        method, problem = (
+            module._declaration.solver(module._declaration.groups()),
+            task.problem(module),
+        )
         return task, module.classifier, lambda: method.step(problem=problem)
     task = cleaning(size)
     if library == "boat":
@@ -101,12 +106,20 @@ def run(size: Size) -> Section:
         if name == "ivsp" and (mine := time_to(curve, TARGETS[-1])) is not None:
             limited = replace(size, seconds=min(size.seconds, PATIENCE * mine))
         curves.append(Curve("IVSP" if name == "ivsp" else name, curve.xs, curve.ys))
-        end = f"{last(curve):.3g} after {curve.xs[-1]:.3g} s, {len(curve.xs)} iterations" if curve.xs else "it diverged at once"
+        end = (
+            f"{last(curve):.3g} after {curve.xs[-1]:.3g} s, {len(curve.xs)} iterations"
+            if curve.xs
+            else "it diverged at once"
+        )
         for target in TARGETS:
             time = time_to(curve, target)
             # What was not reached is no number, and says how far it came.
             rows.append(Row(f"{name}: time to {target}", time, "s", note="" if time else end))
-    return Section("Time to a validation loss, MNIST hyper-cleaning", rows + verdicts(curves, limited.seconds), curves)
+    return Section(
+        "Time to a validation loss, MNIST hyper-cleaning",
+        rows + verdicts(curves, limited.seconds),
+        curves,
+    )
 
 
 def verdicts(curves: list[Curve], limit: float) -> list[Row]:
@@ -125,9 +138,19 @@ def verdicts(curves: list[Curve], limit: float) -> list[Row]:
                 continue
             best = min(reached, key=lambda name: reached[name] or math.inf)
             none = reached[best] is None
-            note = f"none reached it: more than this, from the limit of {limit:.3g} s" if none else f"the fastest is {best}"
+            note = (
+                f"none reached it: more than this, from the limit of {limit:.3g} s"
+                if none
+                else f"the fastest is {best}"
+            )
             rows.append(
-                Row(f"IVSP to {target} before {who}", (reached[best] or limit) / mine, "times", at_least=least, note=note)
+                Row(
+                    f"IVSP to {target} before {who}",
+                    (reached[best] or limit) / mine,
+                    "times",
+                    at_least=least,
+                    note=note,
+                )
             )
     return rows
 
@@ -136,10 +159,14 @@ def main() -> None:
     for name, candidates in yaml.safe_load(GRID.read_text()).items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        found = [(descent(name, settings, Size(seconds=TUNING)), settings) for settings in candidates]
+        found = [
+            (descent(name, settings, Size(seconds=TUNING)), settings) for settings in candidates
+        ]
         for curve, settings in sorted(found, key=lambda pair: last(pair[0])):
             reached = [time_to(curve, target) for target in TARGETS]
-            print(f"{name:12s} {last(curve):10.4g} {reached} {len(curve.xs)} {settings}", flush=True)
+            print(
+                f"{name:12s} {last(curve):10.4g} {reached} {len(curve.xs)} {settings}", flush=True
+            )
 
 
 if __name__ == "__main__":

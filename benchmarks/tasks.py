@@ -62,7 +62,14 @@ class Size:
 
 
 QUICK = Size(
-    samples=1000, episodes=8, steps=10, rounds=3, seconds=5.0, most_coordinates=10**6, most_samples=10_000, most_episodes=32
+    samples=1000,
+    episodes=8,
+    steps=10,
+    rounds=3,
+    seconds=5.0,
+    most_coordinates=10**6,
+    most_samples=10_000,
+    most_episodes=32,
 )
 
 
@@ -78,7 +85,9 @@ class Task:
     steps: int = 20
 
     def problem(self, module: BilevelModule) -> BilevelProblem:
-        return module.bilevel_problem({"upper": self.data.upper, "lower": self.data.lower}).in_units(*self.units)
+        return module.bilevel_problem(
+            {"upper": self.data.upper, "lower": self.data.lower}
+        ).in_units(*self.units)
 
     def alone(self) -> tuple[BilevelOptimizer, BilevelProblem]:
         """Return solver and problem as they are without a Trainer."""
@@ -89,27 +98,47 @@ class Task:
 
 def solver(config: str, **changes: Any) -> SolverCallable:
     """Return the solver of a config, `mnist/ivsp`, with some of its arguments changed."""
-    chosen = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())["model"]["init_args"]["solver"]
-    return partial(getattr(lightning_bilevel, chosen["class_path"]), **schedules({**chosen["init_args"], **changes}))
+    chosen = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())["model"]["init_args"][
+        "solver"
+    ]
+    return partial(
+        getattr(lightning_bilevel, chosen["class_path"]),
+        **schedules({**chosen["init_args"], **changes}),
+    )
 
 
 def schedules(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: Power(**value) if isinstance(value, dict) else value for name, value in settings.items()}
+    return {
+        name: Power(**value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+    }
 
 
 def synthetic(size: Size, chosen: SolverCallable | None = None) -> Task:
     chosen = chosen or solver("synthetic/ivsp")
     build = partial(SineProblem, n=size.n, solver=chosen)
-    return Task("synthetic", build, FullBatchDataModule(epoch_length=20 * size.steps), double=True, steps=20 * size.steps)
+    return Task(
+        "synthetic",
+        build,
+        FullBatchDataModule(epoch_length=20 * size.steps),
+        double=True,
+        steps=20 * size.steps,
+    )
 
 
-def cleaning(size: Size, dataset: str = "mnist", chosen: SolverCallable | None = None, **options: Any) -> Task:
-    data = DATA[dataset](n_train=size.samples, n_validation=size.samples, epoch_length=size.steps, **options)
+def cleaning(
+    size: Size, dataset: str = "mnist", chosen: SolverCallable | None = None, **options: Any
+) -> Task:
+    data = DATA[dataset](
+        n_train=size.samples, n_validation=size.samples, epoch_length=size.steps, **options
+    )
     data.setup()
 
     def build() -> HyperCleaning:
         torch.manual_seed(1)
-        return HyperCleaning(len(data.corrupted), prod(data.image_shape), solver=chosen or solver(f"{dataset}/ivsp"))
+        return HyperCleaning(
+            len(data.corrupted), prod(data.image_shape), solver=chosen or solver(f"{dataset}/ivsp")
+        )
 
     return Task(dataset, build, data, steps=size.steps)
 
@@ -120,7 +149,12 @@ def few_shot(size: Size, chosen: SolverCallable | None = None) -> Task:
 
     def build() -> FewShot:
         torch.manual_seed(43)
-        return FewShot(size.episodes, channels=size.channels, lower_unit=0.5, solver=chosen or solver("glyphs/ivsp"))
+        return FewShot(
+            size.episodes,
+            channels=size.channels,
+            lower_unit=0.5,
+            solver=chosen or solver("glyphs/ivsp"),
+        )
 
     return Task("few-shot", build, data, units=(1.0, 0.5), steps=max(2, size.steps // 2))
 

@@ -26,7 +26,9 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_ivar = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
-autodoc_inherit_docstrings = False  # what Lightning says about its hooks is in its own documentation
+autodoc_inherit_docstrings = (
+    False  # what Lightning says about its hooks is in its own documentation
+)
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 

@@ -22,7 +22,9 @@ from lightning_bilevel.cli.app import BilevelCLI
 STEPS, INNER_LR = 10, 0.1  # as every method here is evaluated
 
 
-def query_logits(encoder: nn.Module, head: learn2learn.algorithms.MAML, task: tuple[Tensor, ...]) -> Tensor:
+def query_logits(
+    encoder: nn.Module, head: learn2learn.algorithms.MAML, task: tuple[Tensor, ...]
+) -> Tensor:
     support, labels, query, _ = task
     features, learner = encoder(support.unsqueeze(0))[0], head.clone()
     for _ in range(STEPS):
@@ -30,15 +32,21 @@ def query_logits(encoder: nn.Module, head: learn2learn.algorithms.MAML, task: tu
     return learner(encoder(query.unsqueeze(0))[0])
 
 
-def report(name: str, encoder: nn.Module, head: learn2learn.algorithms.MAML, episodes: Episodes) -> None:
-    logits = torch.stack([query_logits(encoder, head, task).detach() for task in zip(*episodes, strict=True)])
+def report(
+    name: str, encoder: nn.Module, head: learn2learn.algorithms.MAML, episodes: Episodes
+) -> None:
+    logits = torch.stack(
+        [query_logits(encoder, head, task).detach() for task in zip(*episodes, strict=True)]
+    )
     loss = cross_entropy(logits.flatten(0, 1), episodes.query_labels.flatten())
     wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
     print(f"{name}: query loss {loss:.4f}, query error {wrong:.4f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of training")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -50,7 +58,10 @@ def main() -> None:
     data.prepare_data()
     data.setup()
     train = Episodes(*data.lower[:2], *data.upper[:2])
-    encoder, head = module.encoder, learn2learn.algorithms.MAML(nn.Linear(module.encoder.features, module.ways), lr=INNER_LR)
+    encoder, head = (
+        module.encoder,
+        learn2learn.algorithms.MAML(nn.Linear(module.encoder.features, module.ways), lr=INNER_LR),
+    )
     optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()], lr=given.lr)
     began, steps = time.perf_counter(), 0
     while time.perf_counter() - began < given.budget:

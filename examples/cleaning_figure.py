@@ -19,13 +19,22 @@ from lightning_bilevel.modules.retraining import retrain
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("--budget", default="2s")
     parser.add_argument("--out", type=Path, default=Path("weights.png"))
     given = parser.parse_args()
-    options = ["max_epochs=-1", "logger=false", "enable_checkpointing=false", "enable_model_summary=false"]
-    cli = BilevelCLI(["--config", given.config, *(f"--trainer.{option}" for option in options)], run=False)
+    options = [
+        "max_epochs=-1",
+        "logger=false",
+        "enable_checkpointing=false",
+        "enable_model_summary=false",
+    ]
+    cli = BilevelCLI(
+        ["--config", given.config, *(f"--trainer.{option}" for option in options)], run=False
+    )
     module, data = cli.model, cli.datamodule
     assert isinstance(module, HyperCleaning)
     assert isinstance(data, CleaningData)
@@ -57,11 +66,16 @@ def main() -> None:
 
     kept, (clean_images, clean_labels) = weights > 0.25, data.upper  # half of what they start with
     wrong = float(corrupted[~kept].float().mean())
-    print(f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of them are wrong.")
+    print(
+        f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of them are wrong."
+    )
     for name, (some_images, some_labels) in {
         "all noisy data": (images, labels),
         "the validation set alone": (clean_images, clean_labels),
-        "kept samples and validation set": (torch.cat([images[kept], clean_images]), torch.cat([labels[kept], clean_labels])),
+        "kept samples and validation set": (
+            torch.cat([images[kept], clean_images]),
+            torch.cat([labels[kept], clean_labels]),
+        ),
     }.items():
         torch.manual_seed(0)
         classifier = retrain(module.classifier, some_images, some_labels)

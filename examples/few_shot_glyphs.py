@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_bilevel import IVSP, BilevelProgressBar, CertificateReport, Episodes, FewShot, GlyphEpisodes
+from lightning_bilevel import (
+    IVSP,
+    BilevelProgressBar,
+    CertificateReport,
+    Episodes,
+    FewShot,
+    GlyphEpisodes,
+)
 
 
 def query_error(module: FewShot, episodes: Episodes) -> float:
@@ -28,17 +35,51 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
     torch.manual_seed(43)
     tasks = 8 if short else 24
     sizes = {"train_classes": 60, "validation_classes": 20, "test_classes": 20} if short else {}
-    data = GlyphEpisodes(ways=5, shots=1, queries=5, n_train=tasks, n_validation=20, n_test=20, epoch_length=10, **sizes)
+    data = GlyphEpisodes(
+        ways=5,
+        shots=1,
+        queries=5,
+        n_train=tasks,
+        n_validation=20,
+        n_test=20,
+        epoch_length=10,
+        **sizes,
+    )
     data.setup()
     # As in configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the accelerated inner loop.
-    moreau = {"rho": 10.0, "sigma": 0.0, "delta": 1e-3, "inner": "accelerated", "L_xy": 1.0, "L_yy": 4.0}
-    search = {"mu0": 0.3, "block": 20, "gamma0": 0.3, "zeta_bar": 1e-3, "L_init": 0.1, "B_R": 1.0, "bb": "long"}
-    module = FewShot(tasks=tasks, ways=5, channels=16, lower_unit=0.5, solver=partial(IVSP, **moreau, **search))
+    moreau = {
+        "rho": 10.0,
+        "sigma": 0.0,
+        "delta": 1e-3,
+        "inner": "accelerated",
+        "L_xy": 1.0,
+        "L_yy": 4.0,
+    }
+    search = {
+        "mu0": 0.3,
+        "block": 20,
+        "gamma0": 0.3,
+        "zeta_bar": 1e-3,
+        "L_init": 0.1,
+        "B_R": 1.0,
+        "bb": "long",
+    }
+    module = FewShot(
+        tasks=tasks, ways=5, channels=16, lower_unit=0.5, solver=partial(IVSP, **moreau, **search)
+    )
     errors = {"before": query_error(module, data.test)}
-    watching = {"callbacks": [BilevelProgressBar(), CertificateReport()], "logger": False, "enable_checkpointing": False}
-    Trainer(accelerator="cpu", max_epochs=2 if short else 6, **watching).fit(module, datamodule=data)
+    watching = {
+        "callbacks": [BilevelProgressBar(), CertificateReport()],
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    Trainer(accelerator="cpu", max_epochs=2 if short else 6, **watching).fit(
+        module, datamodule=data
+    )
     errors["after"] = query_error(module, data.test)
-    print(f"error on the queries of unseen classes: {errors['before']:.3f} before, {errors['after']:.3f} after (chance: 0.8)")
+    print(
+        f"error on the queries of unseen classes: {errors['before']:.3f} before, {errors['after']:.3f} after (chance: 0.8)"
+    )
     module.episode_figure(Episodes(*(tensor[:1] for tensor in data.test))).savefig(out, dpi=160)
     return errors
 

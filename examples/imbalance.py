@@ -19,7 +19,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import IVSP, Box, CertificateReport, FullBatchDataModule, IVSPMixin, SolverCallable
+from lightning_bilevel import (
+    IVSP,
+    Box,
+    CertificateReport,
+    FullBatchDataModule,
+    IVSPMixin,
+    SolverCallable,
+)
 from lightning_bilevel.modules.retraining import retrain
 
 RARE, COMMON = 4, 120
@@ -31,19 +38,25 @@ class Reweighting(IVSPMixin, LightningModule):
         self.logits = nn.Parameter(torch.zeros(10))
         self.classifier = nn.Linear(64, 10)
         sets = {"upper_set": Box(-2, 2), "lower_set": Box(-20, 20)}
-        self.declare(upper=self.logits, lower=self.classifier, **sets, upper_unit=10.0, solver=solver)
+        self.declare(
+            upper=self.logits, lower=self.classifier, **sets, upper_unit=10.0, solver=solver
+        )
 
     def upper_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(self.classifier(batch[0]), batch[1])
 
     def lower_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")
-        return (10 * self.logits.softmax(0)[batch[1]] * losses).mean() + 1e-3 * self.classifier.weight.square().sum()
+        return (
+            10 * self.logits.softmax(0)[batch[1]] * losses
+        ).mean() + 1e-3 * self.classifier.weight.square().sum()
 
 
 def load() -> tuple[tuple[Tensor, Tensor], ...]:
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    number = torch.stack([labels == digit for digit in range(10)]).cumsum(1)[labels, torch.arange(len(labels))]  # in its class
+    number = torch.stack([labels == digit for digit in range(10)]).cumsum(1)[
+        labels, torch.arange(len(labels))
+    ]  # in its class
     train = number <= torch.where(labels < 5, COMMON, RARE)
     validation, test = (number > COMMON) & (number <= COMMON + 10), number > COMMON + 10
     return tuple((images[part] / 16, labels[part]) for part in (train, validation, test))
@@ -52,11 +65,22 @@ def load() -> tuple[tuple[Tensor, Tensor], ...]:
 def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, float]:
     torch.manual_seed(0)
     train, validation, test = load()
-    convex = {"rho": 0.5, "sigma": 0.0, "delta": 1e-4, "L_yy": 20.0, "L_xy": 1.0, "inner": "accelerated"}
-    module = Reweighting(partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.02, zeta_bar=1e3, L_init=1.0, B_R=1.0))
+    convex = {
+        "rho": 0.5,
+        "sigma": 0.0,
+        "delta": 1e-4,
+        "L_yy": 20.0,
+        "L_xy": 1.0,
+        "inner": "accelerated",
+    }
+    module = Reweighting(
+        partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.02, zeta_bar=1e3, L_init=1.0, B_R=1.0)
+    )
     data = FullBatchDataModule(upper=validation, lower=train, epoch_length=25 if short else 80)
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": [CertificateReport()]}
-    Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(module, datamodule=data)
+    Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(
+        module, datamodule=data
+    )
 
     equal = retrain(module.classifier, *train, weight_decay=1e-3)
     figure, errors = Figure(figsize=(7, 3), layout="constrained"), {}
@@ -64,11 +88,16 @@ def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, fl
     left.bar(range(10), (10 * module.logits.detach().softmax(0)).tolist(), color="#0072B2")
     left.set(ylabel="learned weight of the class", xlabel="digit; 5 to 9 are rare")
     right.set(ylabel="test error of the class", xlabel="digit; 5 to 9 are rare")
-    for shift, name, classifier in ((-0.2, "equal weights", equal), (0.2, "learned weights", module.classifier)):
+    for shift, name, classifier in (
+        (-0.2, "equal weights", equal),
+        (0.2, "learned weights", module.classifier),
+    ):
         wrong = (classifier(test[0]).argmax(1) != test[1]).double()
         by_class = [float(wrong[test[1] == digit].mean()) for digit in range(10)]
         errors[name] = sum(by_class) / 10
-        print(f"{name}: test error {errors[name]:.3f}, of the rare classes {sum(by_class[5:]) / 5:.3f}")
+        print(
+            f"{name}: test error {errors[name]:.3f}, of the rare classes {sum(by_class[5:]) / 5:.3f}"
+        )
         right.bar([digit + shift for digit in range(10)], by_class, 0.4, label=name)
     right.legend(frameon=False)
     figure.savefig(out, dpi=160)

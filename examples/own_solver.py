@@ -25,21 +25,38 @@ class HeavyBall(BilevelOptimizer):
     """Steps with momentum on f + penalty * (g(x, y) - g(x, z)), while z follows the lower level by gradient steps."""
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, lr: float = 0.02, momentum: float = 0.9, penalty: float = 20.0, inner: int = 5
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 0.02,
+        momentum: float = 0.9,
+        penalty: float = 20.0,
+        inner: int = 5,
     ) -> None:
         # Hyper-parameters live in param_groups, where a checkpoint finds them.
-        super().__init__(params, {"lr": lr, "momentum": momentum, "penalty": penalty, "inner": inner})
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "penalty": penalty, "inner": inner}
+        )
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, StepInfo]:
         c, memory, lower = self.constants, self.memory, problem.at(x)
         z = memory.get("z", y)
         for _ in range(c["inner"]):
             z = problem.lower_set.project(z - c["lr"] * lower.gradient(z))
         f, gap = problem.upper(x, y), lower.gap(y, z)  # one pass each, with both gradients
         step, penalty = c["lr"] / (1 + c["penalty"]), c["penalty"]
-        speed_x = c["momentum"] * memory.get("speed_x", torch.zeros_like(x)) - step * (f.grad_x + penalty * gap.grad_x)
-        speed_y = c["momentum"] * memory.get("speed_y", torch.zeros_like(y)) - step * (f.grad_y + penalty * gap.grad_y)
-        new_x, new_y = problem.upper_set.project(x + speed_x), problem.lower_set.project(y + speed_y)
+        speed_x = c["momentum"] * memory.get("speed_x", torch.zeros_like(x)) - step * (
+            f.grad_x + penalty * gap.grad_x
+        )
+        speed_y = c["momentum"] * memory.get("speed_y", torch.zeros_like(y)) - step * (
+            f.grad_y + penalty * gap.grad_y
+        )
+        new_x, new_y = (
+            problem.upper_set.project(x + speed_x),
+            problem.lower_set.project(y + speed_y),
+        )
         # State: tensors and plain numbers only.
         memory.update(z=z, speed_x=speed_x, speed_y=speed_y)
         return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"])
@@ -49,7 +66,9 @@ def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, f
     # Ridge regression below, its target above; the solution is y = x, and x = a/2 coordinate by coordinate.
     a = torch.linspace(-1, 1, 20, dtype=torch.float64)
     boxes = {"upper_set": Box(-2, 2), "lower_set": Box(-2, 2)}
-    problem = BilevelProblem(lambda x, y: ((x - a) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum(), **boxes)
+    problem = BilevelProblem(
+        lambda x, y: ((x - a) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum(), **boxes
+    )
     solvers = {
         "HeavyBall": HeavyBall,
         "HeavyBall without momentum": partial(HeavyBall, momentum=0.0),

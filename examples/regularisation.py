@@ -25,7 +25,9 @@ START = -3.0
 
 
 def load() -> list[tuple[Tensor, Tensor]]:
-    features, labels = (torch.tensor(array, dtype=torch.float64) for array in load_breast_cancer(return_X_y=True))
+    features, labels = (
+        torch.tensor(array, dtype=torch.float64) for array in load_breast_cancer(return_X_y=True)
+    )
     features = (features - features.mean(0)) / features.std(0)
     shuffled = torch.stack([column[torch.randperm(len(column))] for column in features.T], dim=1)
     order, both = torch.randperm(len(features)), torch.cat([features, shuffled], dim=1)
@@ -46,17 +48,34 @@ def main(short: bool = False, out: Path = Path("regularisation.png")) -> dict[st
         lower_set=Box(-20, 20),
     )
     # Convex (sigma = 0), so rho may be large. A small delta: where g is flat, a small gradient is still far from the solution.
-    convex = {"rho": 10.0, "sigma": 0.0, "delta": 1e-5, "L_xy": 1.0, "L_yy": 4.5, "inner": "accelerated"}
-    solver = partial(IVSP, **convex, mu0=2e-4, block=10, gamma0=0.005, zeta_bar=1e5, L_init=1.0, B_R=1.0)
-    start, zero = torch.full((60,), START / UNIT, dtype=torch.float64), torch.zeros(61, dtype=torch.float64)
+    convex = {
+        "rho": 10.0,
+        "sigma": 0.0,
+        "delta": 1e-5,
+        "L_xy": 1.0,
+        "L_yy": 4.5,
+        "inner": "accelerated",
+    }
+    solver = partial(
+        IVSP, **convex, mu0=2e-4, block=10, gamma0=0.005, zeta_bar=1e5, L_init=1.0, B_R=1.0
+    )
+    start, zero = (
+        torch.full((60,), START / UNIT, dtype=torch.float64),
+        torch.zeros(61, dtype=torch.float64),
+    )
     equal = zero
     for _ in range(2000):  # the usual way: one coefficient for all
         equal = equal - problem.at(start).gradient(equal) / 4.5
     solution = solve(problem, start, equal, solver, max_steps=100 if short else 300)
     print(solution.certificate, solution.reading, sep="\n")
-    losses = {"one coefficient": float(loss(test, equal)), "one per feature": float(loss(test, solution.y))}
+    losses = {
+        "one coefficient": float(loss(test, equal)),
+        "one per feature": float(loss(test, solution.y)),
+    }
     logs = UNIT * solution.x
-    print(f"test loss: {losses}; mean logarithm of real features {logs[:30].mean():.2f}, of shuffled ones {logs[30:].mean():.2f}")
+    print(
+        f"test loss: {losses}; mean logarithm of real features {logs[:30].mean():.2f}, of shuffled ones {logs[30:].mean():.2f}"
+    )
     figure = Figure(figsize=(6, 3), layout="constrained")
     axis = figure.subplots()
     axis.bar(range(30), (logs[:30] - START).tolist(), color="#0072B2", label="features")

@@ -20,7 +20,14 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_bilevel import IVSP, CertificateReport, FullBatchDataModule, IVSPMixin, Simplex, SolverCallable
+from lightning_bilevel import (
+    IVSP,
+    CertificateReport,
+    FullBatchDataModule,
+    IVSPMixin,
+    Simplex,
+    SolverCallable,
+)
 
 TRAIN, GOOD, SPOILT = 300, 100, 100
 
@@ -31,7 +38,13 @@ class Trust(IVSPMixin, LightningModule):
         self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN, dtype=torch.float64))
         self.model = nn.Linear(15, 15, bias=False, dtype=torch.float64)
         # Weights are about 1/300: measured in a unit of 0.03, their steps are as long as they can bear.
-        self.declare(upper=self.weights, lower=self.model, upper_set=Simplex(), upper_unit=0.03, solver=solver)
+        self.declare(
+            upper=self.weights,
+            lower=self.model,
+            upper_set=Simplex(),
+            upper_unit=0.03,
+            solver=solver,
+        )
 
     def errors(self, rows: Tensor) -> Tensor:
         return (rows[:, 1::2] - self.model(rows[:, ::2])).square().mean(1)
@@ -46,7 +59,11 @@ class Trust(IVSPMixin, LightningModule):
 def load() -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.tensor(load_breast_cancer().data, dtype=torch.float64)
     rows = ((rows - rows.mean(0)) / rows.std(0))[torch.randperm(len(rows))]
-    train, good, spoilt = rows[:TRAIN].clone(), rows[TRAIN : TRAIN + GOOD], torch.arange(TRAIN) < SPOILT
+    train, good, spoilt = (
+        rows[:TRAIN].clone(),
+        rows[TRAIN : TRAIN + GOOD],
+        torch.arange(TRAIN) < SPOILT,
+    )
     for column in train.T:
         column[spoilt] = column[spoilt][torch.randperm(SPOILT)]
     return train, good, spoilt
@@ -55,19 +72,41 @@ def load() -> tuple[Tensor, Tensor, Tensor]:
 def main(short: bool = False, out: Path = Path("simplex_weights.png")) -> dict[str, float]:
     torch.manual_seed(0)
     train, good, spoilt = load()
-    convex = {"rho": 5.0, "sigma": 0.0, "delta": 1e-4, "L_yy": 1.0, "L_xy": 1.0, "inner": "accelerated"}
-    module = Trust(partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.05, zeta_bar=1e3, L_init=1.0, B_R=1.0))
+    convex = {
+        "rho": 5.0,
+        "sigma": 0.0,
+        "delta": 1e-4,
+        "L_yy": 1.0,
+        "L_xy": 1.0,
+        "inner": "accelerated",
+    }
+    module = Trust(
+        partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.05, zeta_bar=1e3, L_init=1.0, B_R=1.0)
+    )
     data = FullBatchDataModule(upper=good, lower=train, epoch_length=120 if short else 400)
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": [CertificateReport()]}
-    Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(module, datamodule=data)
+    Trainer(accelerator="cpu", precision="64-true", max_epochs=1, **quiet).fit(
+        module, datamodule=data
+    )
 
     weights = module.weights.detach()
-    found = {"auroc": float(binary_auroc(-weights, spoilt.int())), "weight of the spoilt third": float(weights[spoilt].sum())}
-    print(f"{found}; {int((weights == 0).sum())} weights are exactly 0, {int((weights[spoilt] == 0).sum())} of them spoilt")
+    found = {
+        "auroc": float(binary_auroc(-weights, spoilt.int())),
+        "weight of the spoilt third": float(weights[spoilt].sum()),
+    }
+    print(
+        f"{found}; {int((weights == 0).sum())} weights are exactly 0, {int((weights[spoilt] == 0).sum())} of them spoilt"
+    )
     figure = Figure(figsize=(6, 3), layout="constrained")
     axis = figure.subplots()
     both = [weights[rows].tolist() for rows in (spoilt, ~spoilt)]
-    axis.hist(both, bins=40, stacked=True, label=["spoilt rows", "good rows"], color=["#D55E00", "#0072B2"])
+    axis.hist(
+        both,
+        bins=40,
+        stacked=True,
+        label=["spoilt rows", "good rows"],
+        color=["#D55E00", "#0072B2"],
+    )
     axis.set(xlabel="weight", ylabel="training rows")
     axis.legend(frameon=False)
     figure.savefig(out, dpi=160)

@@ -23,14 +23,18 @@ from lightning_bilevel.cli.compare import compare
 
 def lay_over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     both = {
-        key: lay_over(config[key], value) if isinstance(value, dict) and isinstance(config.get(key), dict) else value
+        key: lay_over(config[key], value)
+        if isinstance(value, dict) and isinstance(config.get(key), dict)
+        else value
         for key, value in changes.items()
     }
     return {**config, **both}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("grid", type=Path)
     parser.add_argument("--budget", default="2s")
@@ -58,7 +62,9 @@ def main() -> None:
             (variants / f"{name}-{number}.yaml").write_text(yaml.safe_dump(config))
     files = [variants / f"{name}.yaml" for name in changes]
     results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
-    losses = {r.name: r.rows[-1]["val_loss"] if r.rows and not r.error else float("inf") for r in results}
+    losses = {
+        r.name: r.rows[-1]["val_loss"] if r.rows and not r.error else float("inf") for r in results
+    }
     for name in grid:
         mine = sorted((loss, run) for run, loss in losses.items() if run.rsplit("-", 1)[0] == name)
         for loss, run in mine:

@@ -35,8 +35,19 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     search = {"mu0": 9e-3, "gamma0": 0.9, "zeta_bar": 3.0, "L_init": 1.0, "L_xy": 3.2, "L_yy": 1.0}
     module = SineProblem(n=10, solver=partial(IVSP, rho=0.5, sigma=1.0, delta=1e-3, **search))
     records = Records()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", precision="64-true", max_epochs=1 if short else 5, callbacks=[records], **quiet)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(
+        accelerator="cpu",
+        precision="64-true",
+        max_epochs=1 if short else 5,
+        callbacks=[records],
+        **quiet,
+    )
     trainer.fit(module, datamodule=FullBatchDataModule(epoch_length=200))
 
     # %% [markdown]
@@ -61,10 +72,17 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     # %%
     figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axis = figure.subplots()
-    axis.loglog([max(info.residual, 1e-6) for info in records.steps], label="Moreau gap R", color="#0072B2")
+    axis.loglog(
+        [max(info.residual, 1e-6) for info in records.steps], label="Moreau gap R", color="#0072B2"
+    )
     axis.loglog([info.mu for info in records.steps], label="smoothing mu", color="#999999")
     axis.loglog([info.multiplier for info in records.steps], label="multiplier", color="#D55E00")
-    axis.loglog([1 / info.gamma for info in records.steps], label="penalty 1/gamma", color="black", linestyle=":")
+    axis.loglog(
+        [1 / info.gamma for info in records.steps],
+        label="penalty 1/gamma",
+        color="black",
+        linestyle=":",
+    )
     axis.set_xlabel("outer iteration")
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(out, dpi=160)

@@ -49,7 +49,9 @@ _OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, e
 def main(args: list[str] | None = None) -> None:
     """Run the command line; what the user got wrong ends with its sentence, without a traceback."""
     if args is None:
-        sys.argv[1:] = catalogue.with_ready_configs(sys.argv[1:])  # in place: processes that Lightning starts are given the same
+        sys.argv[1:] = catalogue.with_ready_configs(
+            sys.argv[1:]
+        )  # in place: processes that Lightning starts are given the same
     else:
         args = catalogue.with_ready_configs(args)
     given = sys.argv[1:] if args is None else args
@@ -74,7 +76,10 @@ def main(args: list[str] | None = None) -> None:
         print(f"lightning-bilevel: {error}", file=sys.stderr)
         sys.exit(1)
     except ArgumentError as error:
-        print(f"lightning-bilevel: {parsing_error(str(error))}\n{_where_to_look(given[0], str(error))}", file=sys.stderr)
+        print(
+            f"lightning-bilevel: {parsing_error(str(error))}\n{_where_to_look(given[0], str(error))}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         cause = error if isinstance(error, MisconfigurationException) else own_error(error)

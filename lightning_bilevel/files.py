@@ -27,7 +27,9 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None
             else:
                 content(file)
             file.flush()
-            os.fsync(file.fileno())  # otherwise a power failure may leave the new name with none of the bytes
+            os.fsync(
+                file.fileno()
+            )  # otherwise a power failure may leave the new name with none of the bytes
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

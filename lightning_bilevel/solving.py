@@ -43,7 +43,9 @@ class Solution:
         """The certificate and the run in plain words, with advice where something is off."""
         if self.certificate is None:
             return "there is no certificate: neither the solver nor the call named an envelope."
-        return " ".join([reading(self.certificate, self.tally), *advice(self.certificate, self.tally)])
+        return " ".join(
+            [reading(self.certificate, self.tally), *advice(self.certificate, self.tally)]
+        )
 
 
 def solve(
@@ -86,18 +88,32 @@ def solve(
     if max_steps < 1:
         raise ValueError(f"`solve(max_steps={max_steps})` must be at least 1.")
     if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
+        raise ValueError(
+            f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably."
+        )
     x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
-    optimizer = _made(solver, [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
+    optimizer = _made(
+        solver, [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
+    )
     # Where the solver will start from, which is in the sets.
-    start = problem.check(problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach()))
+    start = problem.check(
+        problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach())
+    )
     history, tally = [], Tally()
     for _ in range(max_steps):
         history.append(optimizer.step(problem=problem))
         tally.add(history[-1])
     x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
     if envelope is not None:
-        certificate = certify(problem, x, y, envelope, multiplier=optimizer.multiplier, tolerance=tolerance, start=start)
+        certificate = certify(
+            problem,
+            x,
+            y,
+            envelope,
+            multiplier=optimizer.multiplier,
+            tolerance=tolerance,
+            start=start,
+        )
     return Solution(x, y, certificate, history, tally)
 
 
@@ -109,7 +125,9 @@ def _made(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
     made = solver(params)
     if not isinstance(made, BilevelOptimizer):
         name = getattr(solver, "__name__", type(solver).__name__)
-        raise TypeError(f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: {rule}")
+        raise TypeError(
+            f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: {rule}"
+        )
     return made
 
 
@@ -117,5 +135,7 @@ def _start(name: str, value: Any) -> Tensor:
     start = torch.as_tensor(value)
     if start.ndim > 1 or not start.is_floating_point():
         kind = f"shape {tuple(start.shape)}" if start.ndim > 1 else f"dtype {start.dtype}"
-        raise ValueError(f"`solve({name})` has {kind}: it must be a flat vector of floating-point numbers.")
+        raise ValueError(
+            f"`solve({name})` has {kind}: it must be a flat vector of floating-point numbers."
+        )
     return start.detach().reshape(-1).clone().requires_grad_()

@@ -10,4 +10,10 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
     left = max(len(name) for name, _ in rows)
     right = max(len(text) for _, text in rows)
     rule = "-" * (left + right + 2)
-    return "\n".join([f"{title} ".ljust(left + right + 2, "-"), *(f"{n.ljust(left)}  {t}" for n, t in rows), rule])
+    return "\n".join(
+        [
+            f"{title} ".ljust(left + right + 2, "-"),
+            *(f"{n.ljust(left)}  {t}" for n, t in rows),
+            rule,
+        ]
+    )

@@ -11,7 +11,9 @@ import pytest
 import torch
 from clocks import Clock
 
-torch.set_num_threads(1)  # the problems are tiny, and bitwise comparisons need one order of summation
+torch.set_num_threads(
+    1
+)  # the problems are tiny, and bitwise comparisons need one order of summation
 ON_REQUEST = ("slow", "learn2learn")
 MOST_PROCESSES = 8  # each takes 1 GB
 
@@ -23,7 +25,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n` and `--dist` still count.
     """
     options = config.option
-    if hasattr(config, "workerinput") or not config.pluginmanager.has_plugin("xdist") or options.numprocesses is not None:
+    if (
+        hasattr(config, "workerinput")
+        or not config.pluginmanager.has_plugin("xdist")
+        or options.numprocesses is not None
+    ):
         return
     if getattr(options, "cov_source", None):  # pytest-cov has decided by now: give it `-n` as well
         return
@@ -38,7 +44,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes minutes or needs a package of its own, unless `-m` names it."""
     unasked = [marker for marker in ON_REQUEST if marker not in config.option.markexpr]
-    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in unasked)]
+    left_out = [
+        item for item in items if any(item.get_closest_marker(marker) for marker in unasked)
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -41,7 +41,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks"])
+@pytest.mark.parametrize(
+    "name", ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks"]
+)
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     command.run([name], TINY, tiny)
     section = Section.load(tiny / f"{name}.json")
@@ -52,7 +54,9 @@ def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     assert (tiny / "benchmarks.png").exists() == (name in ("boat", "target", "memory", "growth"))
 
 
-def test_those_that_are_there_are_not_run_again_unless_they_are_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_are_there_are_not_run_again_unless_they_are_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(command, "run", lambda names, size, folder: ran.append(list(names)))
     (tiny / "growth.json").write_text("{}")
@@ -96,7 +100,10 @@ def test_a_row_says_whether_it_meets_its_target(limits: dict[str, Any], verdict:
 
 def test_who_is_first_to_a_target() -> None:
     ours = Curve("IVSP", [1.0, 2.0, 3.0], [0.5, 0.1, 0.01])
-    method, library = Curve("slm", [1.0, 5.0], [0.5, 0.09]), Curve("higher 5", [4.0, 8.0], [0.1, 0.05])
+    method, library = (
+        Curve("slm", [1.0, 5.0], [0.5, 0.09]),
+        Curve("higher 5", [4.0, 8.0], [0.1, 0.05]),
+    )
     found = {row.what: row for row in target.verdicts([ours, method, library], limit=30.0)}
     assert found["IVSP to 0.1 before all others"].value == 2.0
     assert found["IVSP to 0.1 before all others"].note == "the fastest is higher 5"
@@ -106,7 +113,11 @@ def test_who_is_first_to_a_target() -> None:
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    section = Section("a title", [Row("a", 1.5, "s", at_most=2.0, note="b"), Row("c", None)], [Curve("d", [1.0], [2.0])])
+    section = Section(
+        "a title",
+        [Row("a", 1.5, "s", at_most=2.0, note="b"), Row("c", None)],
+        [Curve("d", [1.0], [2.0])],
+    )
     section.save(tmp_path / "x.json")
     assert Section.load(tmp_path / "x.json") == section
     assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["value"] == 1.5
@@ -126,7 +137,10 @@ def test_memory_counts_what_is_held_at_once() -> None:
 
     assert memory.peak_bytes(work) == 16_000
     kept: list[torch.Tensor] = []
-    assert memory.peak_bytes(work, lambda: kept.append(torch.zeros(1000, dtype=torch.float64))) == 24_000
+    assert (
+        memory.peak_bytes(work, lambda: kept.append(torch.zeros(1000, dtype=torch.float64)))
+        == 24_000
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

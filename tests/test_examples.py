@@ -39,7 +39,9 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
     assert len(text.splitlines()) < 80
     assert f"python examples/{name}.py" in text
-    assert ast.get_docstring(ast.parse(text)) or name == "walkthrough"  # a notebook starts with a cell of text
+    assert (
+        ast.get_docstring(ast.parse(text)) or name == "walkthrough"
+    )  # a notebook starts with a cell of text
     assert "def main(short: bool = False" in text
     assert 'main(short="--short" in sys.argv)' in text
 

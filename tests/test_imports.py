@@ -93,7 +93,10 @@ def imported(module: str, at_top: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
             # `from package import module` names a module, `from module import name` does not.
-            found |= {full if (full := f"{node.module}.{alias.name}") in MODULES else str(node.module) for alias in node.names}
+            found |= {
+                full if (full := f"{node.module}.{alias.name}") in MODULES else str(node.module)
+                for alias in node.names
+            }
     return found
 
 
@@ -125,7 +128,9 @@ def test_a_folder_imports_only_what_stands_above_it(module: str) -> None:
     assert above == []
 
 
-@pytest.mark.parametrize("module", [module for module in INSIDE if module.split(".")[1] in TORCH_ONLY])
+@pytest.mark.parametrize(
+    "module", [module for module in INSIDE if module.split(".")[1] in TORCH_ONLY]
+)
 def test_mathematics_and_words_need_torch_and_the_standard_library_only(module: str) -> None:
     foreign = {name for name in imported(module) if not name.startswith("lightning_bilevel")}
     allowed = {"torch", *sys.stdlib_module_names}
@@ -165,13 +170,21 @@ def test_no_test_imports_a_test() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))], path
+            assert not [
+                name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))
+            ], path
 
 
 def test_tests_mirror_the_package() -> None:
     """Their names are unique, because pytest imports them by name, and no support is shadowed by what it may import."""
-    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in TESTS if path.name.startswith("test_")}
-    assert {folder for folder in folders if not (ROOT / "lightning_bilevel" / folder).is_dir()} == set()
+    folders = {
+        path.parent.relative_to(ROOT / "tests").as_posix()
+        for path in TESTS
+        if path.name.startswith("test_")
+    }
+    assert {
+        folder for folder in folders if not (ROOT / "lightning_bilevel" / folder).is_dir()
+    } == set()
     names = [path.stem for path in TESTS]
     assert sorted(set(names)) == sorted(names)
 
@@ -182,12 +195,26 @@ OUTSIDE = sorted(module for module in INSIDE if not module.startswith("lightning
 @pytest.mark.parametrize("module", OUTSIDE)
 def test_nobody_outside_the_solvers_reads_their_state(module: str) -> None:
     """Logs, callbacks and comparisons know the record; those who show a run ask for its progress and hyper-parameters."""
-    read = [node.attr for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Attribute)]
+    read = [
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Attribute)
+    ]
     assert not {"memory", "constants"} & set(read)
 
 
-@pytest.mark.parametrize("module", [m for m in INSIDE if not m.startswith("lightning_bilevel.solvers.ivsp")])
+@pytest.mark.parametrize(
+    "module", [m for m in INSIDE if not m.startswith("lightning_bilevel.solvers.ivsp")]
+)
 def test_nobody_asks_whether_a_solver_is_ivsp(module: str) -> None:
-    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
-    asked = [ast.unparse(call) for call in calls if getattr(call.func, "id", "") in ("isinstance", "issubclass")]
+    calls = [
+        node
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    asked = [
+        ast.unparse(call)
+        for call in calls
+        if getattr(call.func, "id", "") in ("isinstance", "issubclass")
+    ]
     assert [text for text in asked if "IVSP" in text] == []

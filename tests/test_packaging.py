@@ -13,7 +13,9 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 
 def test_hooks_and_ci_use_the_same_ruff() -> None:
     (pinned,) = re.findall(r'"ruff==([\d.]+)"', PROJECT)
-    hook = re.search(r"ruff-pre-commit\n    rev: v([\d.]+)\n", (ROOT / ".pre-commit-config.yaml").read_text())
+    hook = re.search(
+        r"ruff-pre-commit\n    rev: v([\d.]+)\n", (ROOT / ".pre-commit-config.yaml").read_text()
+    )
     assert hook is not None
     assert hook[1] == pinned
 
@@ -21,14 +23,23 @@ def test_hooks_and_ci_use_the_same_ruff() -> None:
 def test_all_packages_are_installed() -> None:
     """They are named one by one, so a new folder could be forgotten."""
     named = set(re.findall(r'^  "(lightning_bilevel[\w.]*)",$', PROJECT, re.MULTILINE))
-    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "lightning_bilevel").rglob("__init__.py")}
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "lightning_bilevel").rglob("__init__.py")
+    }
     assert named == folders | {"lightning_bilevel.configs"}
 
 
 def test_the_oldest_versions_are_the_lower_bounds() -> None:
     """CI tests with .ci/oldest.txt, so it must name what pyproject.toml allows."""
-    oldest = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / ".ci" / "oldest.txt").read_text(), re.MULTILINE))
-    bounds = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', PROJECT.split("[project.optional-dependencies]")[0]))
+    oldest = dict(
+        re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / ".ci" / "oldest.txt").read_text(), re.MULTILINE)
+    )
+    bounds = dict(
+        re.findall(
+            r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', PROJECT.split("[project.optional-dependencies]")[0]
+        )
+    )
     bounds.pop("setuptools")
     assert bounds
     for name, bound in bounds.items():
@@ -44,7 +55,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def test_the_version_has_one_place() -> None:
-    places = [path for path in (ROOT / "lightning_bilevel").rglob("*.py") if re.search(r"__version__ = ", path.read_text())]
+    places = [
+        path
+        for path in (ROOT / "lightning_bilevel").rglob("*.py")
+        if re.search(r"__version__ = ", path.read_text())
+    ]
     assert [path.name for path in places] == ["version.py"]
     assert 'attr = "lightning_bilevel.version.__version__"' in PROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_bilevel.__version__)

@@ -20,8 +20,26 @@ from lightning_bilevel.__main__ import main
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 # What runs or unpickles whatever it is given, or writes where an archive says.
 FORBIDDEN = {
-    *("eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "shelve.open", "os.system", "os.popen"),
-    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.hub.load", "extractall", "extract", "shutil.unpack_archive"),
+    *(
+        "eval",
+        "exec",
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+        "marshal.loads",
+        "shelve.open",
+        "os.system",
+        "os.popen",
+    ),
+    *(
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "torch.hub.load",
+        "extractall",
+        "extract",
+        "shutil.unpack_archive",
+    ),
 }
 
 
@@ -42,7 +60,9 @@ def test_nothing_runs_what_is_in_a_file(path: Path) -> None:
             assert given["weights_only"] == "True" or path.stem == "checkpoints"
 
 
-def test_the_state_of_a_comparison_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_comparison_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Payload:
         def __reduce__(self) -> Any:
             return Path.write_text, (tmp_path / "owned", "yes")
@@ -51,13 +71,25 @@ def test_the_state_of_a_comparison_runs_no_code(tmp_path: Path, monkeypatch: pyt
     content = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
     content["model"]["init_args"]["n"] = 5
     (tmp_path / "ivsp.yaml").write_text(yaml.safe_dump(content))
-    call = ["compare", str(tmp_path / "ivsp.yaml"), "--budget", "50ms", "--evaluations", "1", "--out", str(tmp_path / "out")]
+    call = [
+        "compare",
+        str(tmp_path / "ivsp.yaml"),
+        "--budget",
+        "50ms",
+        "--evaluations",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     main(call)
     (tmp_path / "out" / "ivsp" / "result.json").unlink()
     torch.save({"model": Payload()}, tmp_path / "out" / "ivsp" / "last.ckpt")
     main(call)
     assert not (tmp_path / "owned").exists()
-    assert "is not a whole checkpoint of tensors and plain values" in (tmp_path / "out" / "summary.md").read_text()
+    assert (
+        "is not a whole checkpoint of tensors and plain values"
+        in (tmp_path / "out" / "summary.md").read_text()
+    )
 
 
 def test_an_archive_writes_nowhere(tmp_path: Path) -> None:

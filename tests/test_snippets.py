@@ -17,9 +17,17 @@ from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.configs import find_configs
 
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+}
 EXTRAS = re.findall(
-    r"^(\w+) = ", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0], re.M
+    r"^(\w+) = ",
+    (ROOT / "pyproject.toml")
+    .read_text()
+    .split("[project.optional-dependencies]")[1]
+    .split("\n[")[0],
+    re.M,
 )
 
 
@@ -107,8 +115,14 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    reference = "\n".join(text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/")))
-    named = re.findall(r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)", reference, re.MULTILINE)
+    reference = "\n".join(
+        text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/"))
+    )
+    named = re.findall(
+        r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)",
+        reference,
+        re.MULTILINE,
+    )
     assert sorted(named) == public_names()
 
 

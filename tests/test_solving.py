@@ -29,8 +29,14 @@ class Halving(BilevelOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
-        return x / 2, y / 2, StepInfo(upper=problem.upper(x, y).value, lower=0.0, inner_iterations=0, lr=1.0)
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, StepInfo]:
+        return (
+            x / 2,
+            y / 2,
+            StepInfo(upper=problem.upper(x, y).value, lower=0.0, inner_iterations=0, lr=1.0),
+        )
 
 
 def test_is_the_loop_around_a_solver() -> None:
@@ -49,7 +55,10 @@ def test_is_the_loop_around_a_solver() -> None:
     assert len(solution.history) == 12
     assert torch.equal(solution.x, point_of(optimizer)[0])
     assert torch.equal(solution.y, point_of(optimizer)[1])
-    point, known = (solution.x, solution.y), {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)}
+    point, known = (
+        (solution.x, solution.y),
+        {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)},
+    )
     assert solution.certificate == certify(built, *point, problem.envelope, **known)
     assert not solution.x.requires_grad
 
@@ -65,7 +74,9 @@ def test_does_not_change_the_start() -> None:
 
 
 def test_a_start_may_be_a_number_a_list_or_a_parameter() -> None:
-    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2
+    )
     solver = partial(IVSP, sigma=0.0)
     results = [
         solve(problem, x0, y0, solver, max_steps=3)
@@ -82,7 +93,10 @@ def test_a_start_may_be_a_number_a_list_or_a_parameter() -> None:
 
 def test_ivsp_is_the_default() -> None:
     problem = BilevelProblem(
-        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: torch.sin(x + y).sum(), Box(-5, 5), Box(-5, 5)
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+        lambda x, y: torch.sin(x + y).sum(),
+        Box(-5, 5),
+        Box(-5, 5),
     )
     solution = solve(problem, torch.zeros(1), torch.zeros(2), max_steps=3)
     assert solution.certificate is not None
@@ -101,7 +115,9 @@ def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> N
     assert torch.equal(without.x, x0 / 4)
     named = solve(problem.build(), x0, y0, Halving, max_steps=2, envelope=problem.envelope)
     built = problem.build()
-    assert named.certificate == certify(built, x0 / 4, y0 / 4, problem.envelope, start=built.check(x0, y0))
+    assert named.certificate == certify(
+        built, x0 / 4, y0 / 4, problem.envelope, start=built.check(x0, y0)
+    )
     assert named.certificate is not None
     assert not named.certificate.own_multiplier
 
@@ -109,10 +125,22 @@ def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> N
 def test_the_named_envelope_and_tolerance_are_those_of_the_certificate() -> None:
     problem = by_name["quadratic"]
     envelope = Envelope(rho=0.3, sigma=0.1, delta=0.2)
-    solution = solve(problem.build(), *problem.at(), make_ivsp(problem), max_steps=2, envelope=envelope, tolerance=1e-4)
+    solution = solve(
+        problem.build(),
+        *problem.at(),
+        make_ivsp(problem),
+        max_steps=2,
+        envelope=envelope,
+        tolerance=1e-4,
+    )
     certificate = solution.certificate
     assert certificate is not None
-    assert (certificate.rho, certificate.sigma, certificate.delta, certificate.tolerance) == (0.3, 0.1, 0.2, 1e-4)
+    assert (certificate.rho, certificate.sigma, certificate.delta, certificate.tolerance) == (
+        0.3,
+        0.1,
+        0.2,
+        1e-4,
+    )
 
 
 def test_a_random_objective_is_refused_before_the_first_step() -> None:
@@ -142,15 +170,27 @@ def test_keeps_the_dtype_of_the_start(dtype: torch.dtype) -> None:
     [
         ({"max_steps": 0}, "`solve(max_steps=0)` must be at least 1."),
         ({"max_steps": -2}, "`solve(max_steps=-2)` must be at least 1."),
-        ({"tolerance": 0}, "`solve(tolerance=0)` must be positive, or None for what the dtype allows comfortably."),
+        (
+            {"tolerance": 0},
+            "`solve(tolerance=0)` must be positive, or None for what the dtype allows comfortably.",
+        ),
         ({"tolerance": float("nan")}, "`solve(tolerance=nan)` must be positive"),
-        ({"x0": torch.zeros(2, 2)}, "`solve(x0)` has shape (2, 2): it must be a flat vector of floating-point numbers."),
-        ({"y0": torch.zeros(1, 3)}, "`solve(y0)` has shape (1, 3): it must be a flat vector of floating-point numbers."),
+        (
+            {"x0": torch.zeros(2, 2)},
+            "`solve(x0)` has shape (2, 2): it must be a flat vector of floating-point numbers.",
+        ),
+        (
+            {"y0": torch.zeros(1, 3)},
+            "`solve(y0)` has shape (1, 3): it must be a flat vector of floating-point numbers.",
+        ),
         (
             {"x0": torch.zeros(2, dtype=torch.int64)},
             "`solve(x0)` has dtype torch.int64: it must be a flat vector of floating-point",
         ),
-        ({"y0": [1, 2]}, "`solve(y0)` has dtype torch.int64: it must be a flat vector of floating-point numbers."),
+        (
+            {"y0": [1, 2]},
+            "`solve(y0)` has dtype torch.int64: it must be a flat vector of floating-point numbers.",
+        ),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:
@@ -172,8 +212,14 @@ RULE = "it must be a class of the library such as `IVSP`, or what makes a solver
             {"solver": Halving(groups(torch.zeros(1), torch.zeros(1)))},
             f"`solve(solver=Halving(...))` cannot be called with parameters: {RULE}",
         ),
-        ({"solver": torch.optim.SGD}, f"`solve(solver=SGD)` made a SGD, which is no `BilevelOptimizer`: {RULE}"),
-        ({"solver": partial(torch.optim.SGD, lr=1)}, "`solve(solver=partial)` made a SGD, which is no `BilevelOptimizer`"),
+        (
+            {"solver": torch.optim.SGD},
+            f"`solve(solver=SGD)` made a SGD, which is no `BilevelOptimizer`: {RULE}",
+        ),
+        (
+            {"solver": partial(torch.optim.SGD, lr=1)},
+            "`solve(solver=partial)` made a SGD, which is no `BilevelOptimizer`",
+        ),
     ],
 )
 def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
@@ -185,7 +231,9 @@ def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
 def test_the_certificate_knows_the_start_in_the_sets() -> None:
     """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y inwards, 2 - 0."""
     problem = BilevelProblem(
-        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=Box(-2, 2)
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+        lambda x, y: ((y - x) ** 2).sum() / 2,
+        lower_set=Box(-2, 2),
     )
     with pytest.warns(UserWarning, match="The lower-level start lies outside"):
         certificate = solve(problem, [0.0], [5.0], max_steps=1).certificate

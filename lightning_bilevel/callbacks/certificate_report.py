@@ -49,7 +49,9 @@ class CertificateReport(Callback):
         self.tally = Tally()
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             self.tally.add(pl_module.last_step)
 
@@ -62,11 +64,17 @@ class CertificateReport(Callback):
         title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
         text = as_text(title, self.certificate, self.tally, optimizer, _validation(trainer))
         self._print(text)
-        final = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
+        final = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.startswith("bilevel/")
+        }
         if self.certificate is not None:
             metrics = _metrics(self.certificate)
             publish(trainer, metrics, iteration)
-            show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)  # indented: as it stands, in Markdown
+            show_text(
+                trainer, "certificate", textwrap.indent(text, "    "), iteration
+            )  # indented: as it stands, in Markdown
             final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
             self._save(trainer, run_folder(trainer), title, optimizer)
         final["bilevel/optimization_time"] = pl_module.last_step.optimization_time
@@ -85,7 +93,9 @@ class CertificateReport(Callback):
         print(f"\n{text}")
 
     @rank_zero_only
-    def _save(self, trainer: Trainer, folder: Path | None, title: str, optimizer: BilevelOptimizer) -> None:
+    def _save(
+        self, trainer: Trainer, folder: Path | None, title: str, optimizer: BilevelOptimizer
+    ) -> None:
         checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
         if folder is None or self.certificate is None:
             return
@@ -118,8 +128,13 @@ def as_text(
     drawn = table(title, [*(validation or []), *rows, *_run(optimizer.progress)])
     if certificate is None:
         return drawn
-    sentences = [reading(certificate, tally), *(f"Advice: {line}" for line in advice(certificate, tally))]
-    return "\n".join([drawn, *(textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences)])
+    sentences = [
+        reading(certificate, tally),
+        *(f"Advice: {line}" for line in advice(certificate, tally)),
+    ]
+    return "\n".join(
+        [drawn, *(textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences)]
+    )
 
 
 def _metrics(certificate: Certificate) -> dict[str, float]:
@@ -138,13 +153,19 @@ def _metrics(certificate: Certificate) -> dict[str, float]:
 def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
     """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of the solver."""
     # TensorBoard sorts by name and shows the first few: the bracket puts the method in front.
-    return {**pl_module.hparams_initial, "(solver)": type(optimizer).__name__, **optimizer.hyper_parameters}
+    return {
+        **pl_module.hparams_initial,
+        "(solver)": type(optimizer).__name__,
+        **optimizer.hyper_parameters,
+    }
 
 
 def _validation(trainer: Trainer) -> list[tuple[str, str]]:
     """What the module itself has logged last, such as a validation loss."""
     metrics = sorted(trainer.callback_metrics.items())
-    return [(name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")]
+    return [
+        (name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")
+    ]
 
 
 def _run(progress: Progress) -> list[tuple[str, str]]:
@@ -153,4 +174,8 @@ def _run(progress: Progress) -> list[tuple[str, str]]:
         ("inner iterations", f"{progress.inner_iterations}"),
         ("optimisation time", f"{progress.optimization_time:.2f} s"),
     ]
-    return rows if progress.penalty_updates is None else [("penalty updates", f"{progress.penalty_updates}"), *rows]
+    return (
+        rows
+        if progress.penalty_updates is None
+        else [("penalty updates", f"{progress.penalty_updates}"), *rows]
+    )

@@ -54,7 +54,9 @@ class ConvergencePlot(CertificateMonitor):
     ) -> None:
         super().__init__(every_n_steps, every_n_seconds, share, tolerance, envelope)
         if not 0 < every_n_minutes < math.inf:
-            raise ValueError(f"`ConvergencePlot(every_n_minutes={every_n_minutes})` must be positive and finite.")
+            raise ValueError(
+                f"`ConvergencePlot(every_n_minutes={every_n_minutes})` must be positive and finite."
+            )
         self.every_n_minutes = every_n_minutes
         self.series: dict[str, list[list[float]]] = {}
         self.stride = 1
@@ -68,7 +70,9 @@ class ConvergencePlot(CertificateMonitor):
         self._folder = run_folder(trainer)
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         info = pl_module.last_step
         if getattr(info, "penalty_updated", False):
@@ -85,13 +89,26 @@ class ConvergencePlot(CertificateMonitor):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_underway(trainer, pl_module):
-            metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
-            self._add({f"validation/{name}": value for name, value in metrics.items()}, pl_module.last_step.iteration)
+            metrics = {
+                name: float(v)
+                for name, v in trainer.callback_metrics.items()
+                if not name.startswith("bilevel/")
+            }
+            self._add(
+                {f"validation/{name}": value for name, value in metrics.items()},
+                pl_module.last_step.iteration,
+            )
 
     @override
-    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+    def observe(
+        self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
+    ) -> None:
         c = certificate
-        residuals = {"stationarity": c.stationarity, "feasibility": c.feasibility, "complementarity": c.complementarity}
+        residuals = {
+            "stationarity": c.stationarity,
+            "feasibility": c.feasibility,
+            "complementarity": c.complementarity,
+        }
         self._add({"residual": c.residual, **residuals}, iteration)
 
     @override
@@ -123,5 +140,7 @@ class ConvergencePlot(CertificateMonitor):
 
         pixels = draw(self.series)
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / "convergence.png", lambda file: imsave(file, pixels, format="png"))
+        write_whole(
+            self._folder / "convergence.png", lambda file: imsave(file, pixels, format="png")
+        )
         show_pixels(trainer, "convergence", pixels, iteration)

@@ -63,7 +63,9 @@ class KKTMonitor(CertificateMonitor):
     ) -> None:
         super().__init__(every_n_steps, every_n_seconds, share, tolerance, envelope)
         if epsilon is not None and not epsilon > 0:
-            raise ValueError(f"`KKTMonitor(epsilon={epsilon})` must be positive, or None to never stop.")
+            raise ValueError(
+                f"`KKTMonitor(epsilon={epsilon})` must be positive, or None to never stop."
+            )
         self.epsilon, self.restore_best = epsilon, restore_best
         self.best: dict[str, Any] = {}
         self.stopped = ""
@@ -72,20 +74,37 @@ class KKTMonitor(CertificateMonitor):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.restore_best and any(isinstance(c, CertificateReport) for c in callbacks[: callbacks.index(self)]):
+        if self.restore_best and any(
+            isinstance(c, CertificateReport) for c in callbacks[: callbacks.index(self)]
+        ):
             raise MisconfigurationException(
                 "`KKTMonitor(restore_best=True)` comes after `CertificateReport`, which would certify another point than the one "
                 "that fit ends with: name the monitor first."
             )
 
     @override
-    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+    def observe(
+        self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
+    ) -> None:
         c = certificate
         if not self.best or c.kkt < self.best["kkt"]:
             x, y = pl_module.point
-            self.best = {"iteration": iteration, "kkt": c.kkt, "multiplier": c.multiplier, "x": x, "y": y}
+            self.best = {
+                "iteration": iteration,
+                "kkt": c.kkt,
+                "multiplier": c.multiplier,
+                "x": x,
+                "y": y,
+            }
             self.best["buffers"] = pl_module.written_buffers
-        numbers = (c.stationarity, c.feasibility, c.complementarity, c.kkt, self.best["kkt"], c.multiplier)
+        numbers = (
+            c.stationarity,
+            c.feasibility,
+            c.complementarity,
+            c.kkt,
+            self.best["kkt"],
+            c.multiplier,
+        )
         self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)
         if self.epsilon is not None and c.kkt <= self.epsilon and not trainer.should_stop:
             trainer.should_stop = True
@@ -99,10 +118,16 @@ class KKTMonitor(CertificateMonitor):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        if self.restore_best and self.best and self.best["iteration"] != pl_module.last_step.iteration:
+        if (
+            self.restore_best
+            and self.best
+            and self.best["iteration"] != pl_module.last_step.iteration
+        ):
             best = self.best
             pl_module.restore((best["x"], best["y"]), best["multiplier"], best.get("buffers"))
-            found = f"iteration {self.best['iteration']}, whose KKT residual is {self.best['kkt']:.2e}"
+            found = (
+                f"iteration {self.best['iteration']}, whose KKT residual is {self.best['kkt']:.2e}"
+            )
             rank_zero_info(f"KKTMonitor restored the point of {found}.")
 
     @override

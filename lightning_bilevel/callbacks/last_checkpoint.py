@@ -81,7 +81,9 @@ class LastCheckpoint(ModelCheckpoint):
         self._iterating = True
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         # Resumed from between a batch and its validation, Lightning leaves the validation out.
         if not trainer.is_last_batch and (batch_idx + 1) % (trainer.val_check_batch or math.inf):
             self._save_if_due(trainer)
@@ -112,12 +114,16 @@ class LastCheckpoint(ModelCheckpoint):
         self._release()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         began, self._saved_at, self._iterating = self._saved_at is not None, None, False
         self._release()
         # Of a run that has not begun there is nothing to save over what is there. A Ctrl-C may come in the middle of a step, and
         # another process may be gone: only an error of the solver is sure to come to all of them, and between two points.
-        whole = isinstance(exception, Exception) and (trainer.world_size == 1 or isinstance(exception, BilevelError))
+        whole = isinstance(exception, Exception) and (
+            trainer.world_size == 1 or isinstance(exception, BilevelError)
+        )
         if began and whole and not isinstance(exception, CheckpointError):
             self._save(trainer)
 
@@ -126,7 +132,9 @@ class LastCheckpoint(ModelCheckpoint):
         due = final or time.monotonic() - self._saved_at >= self.interval
         interrupted, terminated = self._received == signal.SIGINT, self._received == signal.SIGTERM
         if trainer.world_size > 1:
-            due, interrupted, terminated = any_of((due, interrupted, terminated), trainer.strategy.root_device)
+            due, interrupted, terminated = any_of(
+                (due, interrupted, terminated), trainer.strategy.root_device
+            )
         if due or interrupted or terminated:
             self._save(trainer)
         if interrupted:
@@ -141,14 +149,23 @@ class LastCheckpoint(ModelCheckpoint):
         try:
             self._save_last_checkpoint(trainer, {})
         except OSError as error:
-            kept = f"the one before, of iteration {before}, is still there" if before else "there is none from before"
-            raise CheckpointError(f"the checkpoint {self.last_model_path} could not be written ({error}): {kept}.") from error
+            kept = (
+                f"the one before, of iteration {before}, is still there"
+                if before
+                else "there is none from before"
+            )
+            raise CheckpointError(
+                f"the checkpoint {self.last_model_path} could not be written ({error}): {kept}."
+            ) from error
         self._saved_at = time.monotonic()
 
     def _listen(self) -> None:
         """Take SIGINT and SIGTERM over from Lightning, whose own handler waits for the other processes."""
         if not self._handlers and threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._handlers = {
+                number: signal.signal(number, self._receive)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
 
     def _receive(self, number: int, frame: Any) -> None:
         if not self._iterating or self._received is not None:
@@ -157,8 +174,12 @@ class LastCheckpoint(ModelCheckpoint):
 
     def _release(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._receive:  # after a run, Lightning has put back what was there before it
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            if (
+                signal.getsignal(number) == self._receive
+            ):  # after a run, Lightning has put back what was there before it
+                signal.signal(
+                    number, signal.SIG_DFL if handler is None else handler
+                )  # None: not set from Python
         self._handlers = {}
 
 
@@ -166,4 +187,6 @@ def _is_ending(trainer: Any) -> bool:
     """Tell at the end of an epoch whether the run ends with it; Lightning's own `fit_loop.done` prints and counts as well."""
     steps, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
     limits = ((steps, trainer.max_steps), (epochs, trainer.max_epochs))
-    return trainer.should_stop or any(0 <= limit <= reached for reached, limit in limits if limit is not None)
+    return trainer.should_stop or any(
+        0 <= limit <= reached for reached, limit in limits if limit is not None
+    )

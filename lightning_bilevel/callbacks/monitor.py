@@ -21,7 +21,15 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["CertificateMonitor", "Monitor", "is_underway", "publish", "run_folder", "solver_of", "usual_tolerance"]
+__all__ = [
+    "CertificateMonitor",
+    "Monitor",
+    "is_underway",
+    "publish",
+    "run_folder",
+    "solver_of",
+    "usual_tolerance",
+]
 
 
 def solver_of(trainer: Trainer) -> BilevelOptimizer:
@@ -40,7 +48,11 @@ def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None
 
 def is_underway(trainer: Trainer, pl_module: Any) -> bool:
     """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or the check before."""
-    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and pl_module.last_step is not None
+    return (
+        trainer.state.fn == TrainerFn.FITTING
+        and not trainer.sanity_checking
+        and pl_module.last_step is not None
+    )
 
 
 def usual_tolerance(trainer: Trainer) -> float:
@@ -67,10 +79,14 @@ class Monitor(Callback):
         every_n_seconds: Look whenever so many seconds have passed.
     """
 
-    def __init__(self, every_n_steps: int | None = None, every_n_seconds: float | None = None) -> None:
+    def __init__(
+        self, every_n_steps: int | None = None, every_n_seconds: float | None = None
+    ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("every_n_seconds", every_n_seconds)):
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{type(self).__name__}({name}={value})` must be positive and finite, or None.")
+                raise ValueError(
+                    f"`{type(self).__name__}({name}={value})` must be positive and finite, or None."
+                )
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
         self._looked = 0.0
@@ -94,7 +110,9 @@ class Monitor(Callback):
             show_layout(trainer, solver_of(trainer))
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._published:
             for name in self._published:
                 trainer.callback_metrics.pop(name, None)
@@ -110,7 +128,10 @@ class Monitor(Callback):
         steps = self.every_n_steps or usual
         if steps is not None and iteration % steps == 0:
             return True
-        if self.every_n_seconds is not None and time.monotonic() - self._looked >= self.every_n_seconds:
+        if (
+            self.every_n_seconds is not None
+            and time.monotonic() - self._looked >= self.every_n_seconds
+        ):
             self._looked = time.monotonic()
             return True
         return False
@@ -155,7 +176,9 @@ class CertificateMonitor(Monitor):
     names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+    def observe(
+        self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
+    ) -> None:
         """Do something about the certificate of the current point."""
 
     @override
@@ -163,19 +186,27 @@ class CertificateMonitor(Monitor):
         super().on_fit_start(trainer, pl_module)
         self._seen = 0
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._watched_by = [callback for callback in callbacks if getattr(callback, "monitor", None) in self.names]
+        self._watched_by = [
+            callback for callback in callbacks if getattr(callback, "monitor", None) in self.names
+        ]
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         due = self.due(pl_module.last_step.iteration)
         if self.every_n_seconds is not None:
-            due = trainer.strategy.broadcast(due)  # the clocks of processes differ, and a certificate needs all of them
+            due = trainer.strategy.broadcast(
+                due
+            )  # the clocks of processes differ, and a certificate needs all of them
         if due or any(_saves_at(callback, trainer.global_step) for callback in self._watched_by):
             self._look(trainer, pl_module)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if is_underway(trainer, pl_module) and (self._watched_by or pl_module.may_evaluate(self.share)):
+        if is_underway(trainer, pl_module) and (
+            self._watched_by or pl_module.may_evaluate(self.share)
+        ):
             self._look(trainer, pl_module)
 
     @override
@@ -190,7 +221,9 @@ class CertificateMonitor(Monitor):
     def _look(self, trainer: Trainer, pl_module: Any) -> None:
         if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
             return
-        certificate = pl_module.certify(envelope=self.envelope, tolerance=self.tolerance or usual_tolerance(trainer))
+        certificate = pl_module.certify(
+            envelope=self.envelope, tolerance=self.tolerance or usual_tolerance(trainer)
+        )
         if certificate is not None:
             self._seen = pl_module.last_step.iteration
             self.observe(trainer, pl_module, certificate, self._seen)

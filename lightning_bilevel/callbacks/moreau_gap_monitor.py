@@ -38,9 +38,14 @@ class MoreauGapMonitor(CertificateMonitor):
     latest: float | None = None
 
     @override
-    def observe(self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int) -> None:
+    def observe(
+        self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
+    ) -> None:
         self.evaluations += 1
-        self.smallest = min(certificate.feasibility, self.smallest if self.smallest is not None else certificate.feasibility)
+        self.smallest = min(
+            certificate.feasibility,
+            self.smallest if self.smallest is not None else certificate.feasibility,
+        )
         self.latest = certificate.feasibility
         numbers = (certificate.feasibility, certificate.prox_distance, certificate.distance_bound)
         self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)

@@ -46,7 +46,9 @@ def seconds(duration: Duration) -> float:
     except (KeyError, TypeError, ValueError):
         value = math.nan
     if not 0.0 < value < math.inf:
-        raise ValueError(f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, such as 60s.")
+        raise ValueError(
+            f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, such as 60s."
+        )
     return value
 
 
@@ -72,6 +74,8 @@ class OptimizationBudget(Callback):
             )
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if pl_module.last_step.optimization_time >= self.budget:
             trainer.should_stop = True

@@ -36,7 +36,9 @@ class PenaltyMonitor(Monitor):
         iteration: The last iteration that was seen.
     """
 
-    def __init__(self, every_n_steps: int | None = None, every_n_seconds: float | None = None) -> None:
+    def __init__(
+        self, every_n_steps: int | None = None, every_n_seconds: float | None = None
+    ) -> None:
         super().__init__(every_n_steps, every_n_seconds)
         self.events: list[dict[str, float]] = []
         self.iteration = 0
@@ -53,7 +55,9 @@ class PenaltyMonitor(Monitor):
         return self.iteration - self.last_update
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         info = pl_module.last_step
         if not isinstance(info, PenaltyInfo):
             return
@@ -90,19 +94,22 @@ class PenaltyMonitor(Monitor):
         """Return the latest updates as a Markdown table, and what became of the penalty in a sentence."""
         if not self.events:
             return f"The penalty has not been updated in {self.iteration} iterations."
-        rows = ["| update | iteration | gamma | residual > 2 a_phi mu | step <= c2 mu gamma |", "| --- | --- | --- | --- | --- |"]
+        rows = [
+            "| update | iteration | gamma | residual > 2 a_phi mu | step <= c2 mu gamma |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         for number, e in list(enumerate(self.events, 1))[-_SHOWN:]:
             rows.append(
                 f"| {number} | {e['iteration']} | {e['before']:.4g} -> {e['after']:.4g} | {e['residual']:.3g} > "
                 f"{e['threshold']:.3g} | {e['step']:.3g} <= {e['bound']:.3g} |"
             )
-        last = (
-            f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at iteration {self.last_update}."
-        )
+        last = f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at iteration {self.last_update}."
         return "\n".join([*rows, "", last])
 
     def _tell(self, trainer: Trainer) -> None:
-        self.publish(trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration)
+        self.publish(
+            trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration
+        )
         if self._told != len(self.events) or not trainer.training:
             show_text(trainer, "penalty updates", self.text(), self.iteration)
             self._told = len(self.events)

@@ -32,16 +32,24 @@ class BilevelProgressBar(TQDMProgressBar):
         self._drawn = 0.0
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         now = time.monotonic()
         if now - self._drawn >= self.INTERVAL or batch_idx + 1 == trainer.num_training_batches:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._drawn = now
 
     @override
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         shown = super().get_metrics(trainer, pl_module)
-        shown = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("bilevel/")}
+        shown = {
+            name: value
+            for name, value in shown.items()
+            if name != "v_num" and not name.startswith("bilevel/")
+        }
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             metrics = pl_module.last_step.metrics()
             callbacks = cast(Any, trainer).callbacks
@@ -53,5 +61,10 @@ class BilevelProgressBar(TQDMProgressBar):
                     shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
             budgets = [c.budget for c in callbacks if isinstance(c, OptimizationBudget)]
             if budgets:
-                shown["left"] = f"{max(min(budgets) - pl_module.last_step.optimization_time, 0.0):.1f}s"
-        return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in shown.items()}
+                shown["left"] = (
+                    f"{max(min(budgets) - pl_module.last_step.optimization_time, 0.0):.1f}s"
+                )
+        return {
+            key: f"{value:.3g}" if isinstance(value, float) else value
+            for key, value in shown.items()
+        }

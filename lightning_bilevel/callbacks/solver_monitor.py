@@ -31,7 +31,9 @@ class SolverMonitor(Monitor):
         tally: The counts since the start of the run.
     """
 
-    def __init__(self, every_n_steps: int | None = None, every_n_seconds: float | None = None) -> None:
+    def __init__(
+        self, every_n_steps: int | None = None, every_n_seconds: float | None = None
+    ) -> None:
         super().__init__(every_n_steps, every_n_seconds)
         self.tally = Tally()
         self._before = Tally()
@@ -42,7 +44,9 @@ class SolverMonitor(Monitor):
         self._before = Tally(**self.tally.as_dict())
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         info: StepInfo = pl_module.last_step
         self.tally.add(info)
         if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
@@ -67,7 +71,8 @@ class SolverMonitor(Monitor):
         if steps == 0:
             return
         metrics = {
-            "bilevel/mean_inner_iterations": (now.inner_iterations - before.inner_iterations) / steps,
+            "bilevel/mean_inner_iterations": (now.inner_iterations - before.inner_iterations)
+            / steps,
             "bilevel/calls_upper": now.upper_calls,
             "bilevel/calls_lower": now.lower_calls,
             "bilevel/calls_gap": now.gap_calls,
@@ -84,5 +89,9 @@ class SolverMonitor(Monitor):
             }
         # What the module has logged itself at this step need not be written twice.
         known = info.metrics() if is_logged(trainer, info.iteration) else {}
-        self.publish(trainer, {name: float(value) for name, value in metrics.items() if name not in known}, info.iteration)
+        self.publish(
+            trainer,
+            {name: float(value) for name, value in metrics.items() if name not in known},
+            info.iteration,
+        )
         self._before = Tally(**now.as_dict())

@@ -11,7 +11,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.names import NAMES
 
-__all__ = ["layout", "show_figure", "show_hyperparameters", "show_layout", "show_pixels", "show_text"]
+__all__ = [
+    "layout",
+    "show_figure",
+    "show_hyperparameters",
+    "show_layout",
+    "show_pixels",
+    "show_text",
+]
 
 
 def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
@@ -21,7 +28,9 @@ def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
         group, title = name.chart
         if title and (solver.penalised or not name.penalised):
             # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates too.
-            groups.setdefault(group, {}).setdefault(title, ["Multiline", []])[1].append(f"^{name.tag}$")
+            groups.setdefault(group, {}).setdefault(title, ["Multiline", []])[1].append(
+                f"^{name.tag}$"
+            )
     return groups
 
 
@@ -57,7 +66,9 @@ def show_figure(trainer: Trainer, tag: str, draw: Callable[[], Any], iteration: 
         writer.add_figure(tag, draw(), iteration)
 
 
-def show_hyperparameters(trainer: Trainer, parameters: dict[str, Any], metrics: dict[str, float], iteration: int) -> None:
+def show_hyperparameters(
+    trainer: Trainer, parameters: dict[str, Any], metrics: dict[str, float], iteration: int
+) -> None:
     """Show a run as one line of the "HParams" table, with what it ended with."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

@@ -10,7 +10,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
 from typing_extensions import override
 
 import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
@@ -40,7 +45,12 @@ class _SaveConfig(SaveConfigCallback):
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            show_text(trainer, "config", f"```yaml\n{self.parser.dump(self.config, skip_none=False)}\n```", 0)
+            show_text(
+                trainer,
+                "config",
+                f"```yaml\n{self.parser.dump(self.config, skip_none=False)}\n```",
+                0,
+            )
 
 
 class _Parser(LightningArgumentParser):
@@ -48,12 +58,20 @@ class _Parser(LightningArgumentParser):
 
     @override
     def add_lightning_class_args(
-        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+        self,
+        lightning_class: Any,
+        nested_key: str,
+        subclass_mode: bool = False,
+        required: bool = True,
     ) -> list[str]:
         if lightning_class is BilevelMixin:
-            added: list[str] = self.add_subclass_arguments(BilevelMixin, nested_key, fail_untyped=False, required=required)
+            added: list[str] = self.add_subclass_arguments(
+                BilevelMixin, nested_key, fail_untyped=False, required=required
+            )
             return added
-        return super().add_lightning_class_args(lightning_class, nested_key, subclass_mode, required)
+        return super().add_lightning_class_args(
+            lightning_class, nested_key, subclass_mode, required
+        )
 
 
 class BilevelCLI(LightningCLI):
@@ -64,7 +82,12 @@ class BilevelCLI(LightningCLI):
         # An error of parsing is raised, so that the command can say it in one line; the commands have parsers of their own.
         common = {"exit_on_error": False}
         commands = {} if kwargs.get("run") is False else dict.fromkeys(self.subcommands(), common)
-        kwargs["parser_kwargs"] = {"description": about, **common, **commands, **kwargs.get("parser_kwargs", {})}
+        kwargs["parser_kwargs"] = {
+            "description": about,
+            **common,
+            **commands,
+            **kwargs.get("parser_kwargs", {}),
+        }
         super().__init__(
             cast(Any, BilevelMixin),
             LightningDataModule,
@@ -83,7 +106,11 @@ class BilevelCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "certify": {"model", "datamodule"}, "probe": {"model", "datamodule"}}
+        return {
+            **LightningCLI.subcommands(),
+            "certify": {"model", "datamodule"},
+            "probe": {"model", "datamodule"},
+        }
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -133,9 +160,13 @@ class BilevelCLI(LightningCLI):
             if self.subcommand not in _LOOKING:
                 Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError, ValueError) as error:
-            raise MisconfigurationException(f"`Trainer` cannot be made: {own_error(error) or error}") from error
+            raise MisconfigurationException(
+                f"`Trainer` cannot be made: {own_error(error) or error}"
+            ) from error
         bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
-        if type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named:  # Lightning's default; the user's own stays
+        if (
+            type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named
+        ):  # Lightning's default; the user's own stays
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
         for index, callback in enumerate(callbacks):
             if type(callback) is ModelCheckpoint and callback not in named:  # likewise

@@ -32,10 +32,30 @@ TASKS = (
     Task("synthetic", "a nonconvex lower level with a known solution", "none", "seconds"),
     Task("digits", "find wrong labels among 600 digits", "none, extra [examples]", "seconds"),
     Task("glyphs", "few-shot learning of drawn characters", "none", "1 to 2 minutes"),
-    Task("mnist", "find wrong labels among 5,000 digits", "MNIST, 53 MB, extra [examples]", "about a minute"),
-    Task("fashion_mnist", "find wrong labels among 5,000 garments", "FashionMNIST, 53 MB, extra [examples]", "about a minute"),
-    Task("omniglot_cpu", "few-shot learning, a size for two CPU cores", "Omniglot, 14 MB, extra [examples]", "5 minutes"),
-    Task("omniglot", "few-shot learning, the paper's size", "Omniglot, 14 MB, extra [examples]", "an hour, or a GPU"),
+    Task(
+        "mnist",
+        "find wrong labels among 5,000 digits",
+        "MNIST, 53 MB, extra [examples]",
+        "about a minute",
+    ),
+    Task(
+        "fashion_mnist",
+        "find wrong labels among 5,000 garments",
+        "FashionMNIST, 53 MB, extra [examples]",
+        "about a minute",
+    ),
+    Task(
+        "omniglot_cpu",
+        "few-shot learning, a size for two CPU cores",
+        "Omniglot, 14 MB, extra [examples]",
+        "5 minutes",
+    ),
+    Task(
+        "omniglot",
+        "few-shot learning, the paper's size",
+        "Omniglot, 14 MB, extra [examples]",
+        "an hour, or a GPU",
+    ),
 )
 
 
@@ -58,7 +78,11 @@ def ready(path: Path) -> Path:
         return path
     name = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     found = folder() / name
-    named = [candidate for candidate in (found, found.with_name(f"{found.name}.yaml")) if candidate.exists()]
+    named = [
+        candidate
+        for candidate in (found, found.with_name(f"{found.name}.yaml"))
+        if candidate.exists()
+    ]
     return named[0] if name.parts and ".." not in name.parts and named else path
 
 
@@ -82,10 +106,21 @@ def listing() -> str:
     """Return the ready configs as a table, with the methods that each task has."""
     titles = Task("TASK", "WHAT IT IS", "DATA", "TIME")
     widths = [max(len(row[i]) for row in (titles, *TASKS)) for i in range(3)]
-    rows = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time] for row in (titles, *TASKS)]
-    methods = {task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml")) for task in TASKS}
+    rows = [
+        [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time]
+        for row in (titles, *TASKS)
+    ]
+    methods = {
+        task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml"))
+        for task in TASKS
+    }
     shared = sorted(set.intersection(*map(set, methods.values())))
-    more = [f"{name}/{method}" for name, found in methods.items() for method in found if method not in shared]
+    more = [
+        f"{name}/{method}"
+        for name, found in methods.items()
+        for method in found
+        if method not in shared
+    ]
     return "\n".join(
         [
             *map("  ".join, rows),

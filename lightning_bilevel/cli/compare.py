@@ -50,13 +50,28 @@ class _Method(BilevelCLI):
         options: Arguments of the Trainer, besides the usual ones of a comparison.
     """
 
-    def __init__(self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any) -> None:
+    def __init__(
+        self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any
+    ) -> None:
         self.added = added
-        usual = {"max_epochs": -1, "max_steps": -1, "check_val_every_n_epoch": "null", "val_check_interval": NEVER}
+        usual = {
+            "max_epochs": -1,
+            "max_steps": -1,
+            "check_val_every_n_epoch": "null",
+            "val_check_interval": NEVER,
+        }
         usual |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), "false")
-        usual |= {"num_sanity_val_steps": 0, "default_root_dir": str(out), "enable_checkpointing": "true" if added else "false"}
+        usual |= {
+            "num_sanity_val_steps": 0,
+            "default_root_dir": str(out),
+            "enable_checkpointing": "true" if added else "false",
+        }
         options = {**usual, **options}
-        args = ["--config", str(out / config.name / "config.yaml"), *(f"--trainer.{k}={v}" for k, v in options.items())]
+        args = [
+            "--config",
+            str(out / config.name / "config.yaml"),
+            *(f"--trainer.{k}={v}" for k, v in options.items()),
+        ]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().__init__(args, run=False)
@@ -92,8 +107,13 @@ def compare(
     """
     parsed = [read_config(path) for path in find_configs(configs)]
     check_same_task(parsed, allow_different_tasks)
-    _check_folder(out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced})
-    times = [budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations) for i in range(evaluations)]
+    _check_folder(
+        out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced}
+    )
+    times = [
+        budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations)
+        for i in range(evaluations)
+    ]
     envelope = next((_Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
     _warm_up(out, parsed[0])
     results = []
@@ -137,12 +157,16 @@ def _run(
         return MethodResult(**json.loads(done.read_text()))
     result = MethodResult(config.name, config.solver)
     recorder, last = Recorder(times, shown, envelope), folder / "last.ckpt"
-    method = _Method(out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)])
+    method = _Method(
+        out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)]
+    )
     if config.solver == "IVSP":
         # The envelope that its config gives; where it chooses one in the run, the declared one.
         recorder.envelope = method.model.envelope
     try:
-        method.trainer.fit(method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None)
+        method.trainer.fit(
+            method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None
+        )
     except (OSError, CheckpointError):
         raise  # a full disk is no fault of the method: called again, it goes on
     except Exception as error:  # one method that fails must not end the others; its row says why
@@ -166,9 +190,13 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
     note = out / "comparison.json"
     if note.exists():
         if json.loads(note.read_text()) != json.loads(json.dumps(identity)):
-            raise ValueError(f"`compare --out {out}`: that folder has another comparison (task, budget or evaluations differ).")
+            raise ValueError(
+                f"`compare --out {out}`: that folder has another comparison (task, budget or evaluations differ)."
+            )
     elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
-        raise ValueError(f"`compare --out {out}`: that folder has something else in it; name an empty or a new one.")
+        raise ValueError(
+            f"`compare --out {out}`: that folder has something else in it; name an empty or a new one."
+        )
     for config in configs:
         folder = out / config.name
         if (folder / "state.pt").exists() and not (folder / "result.json").exists():
@@ -178,7 +206,9 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
             )
         resolved = folder / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
-            raise ValueError(f"`compare --out {out}`: {config.name} was run there with other settings; name another folder.")
+            raise ValueError(
+                f"`compare --out {out}`: {config.name} was run there with other settings; name another folder."
+            )
     # The note first: what is killed here is recognised by it.
     out.mkdir(parents=True, exist_ok=True)
     write_whole(note, json.dumps(identity, indent=1).encode())
@@ -190,24 +220,48 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``lightning-bilevel compare``."""
     parser = argparse.ArgumentParser(
-        "lightning-bilevel compare", description="Compare methods on one task, with equal optimisation time."
+        "lightning-bilevel compare",
+        description="Compare methods on one task, with equal optimisation time.",
     )
     about = "YAML files, or folders of them; of your own, or ready ones such as synthetic"
-    parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), metavar="CONFIG", help=about)
-    parser.add_argument("--budget", default="1s", help="optimisation time of each method, such as 1s, 10m (default: 1s)")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: comparison-NAME-BUDGET)")
-    parser.add_argument("--evaluations", type=int, default=40, help="evaluations spread over the budget (default: 40)")
-    parser.add_argument("--log-spaced", action="store_true", help="spread the evaluations evenly on a logarithmic time axis")
-    parser.add_argument("--allow-different-tasks", action="store_true", help="compare although data or start differ")
+    parser.add_argument(
+        "configs", nargs="+", type=lambda name: ready(Path(name)), metavar="CONFIG", help=about
+    )
+    parser.add_argument(
+        "--budget",
+        default="1s",
+        help="optimisation time of each method, such as 1s, 10m (default: 1s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results (default: comparison-NAME-BUDGET)"
+    )
+    parser.add_argument(
+        "--evaluations",
+        type=int,
+        default=40,
+        help="evaluations spread over the budget (default: 40)",
+    )
+    parser.add_argument(
+        "--log-spaced",
+        action="store_true",
+        help="spread the evaluations evenly on a logarithmic time axis",
+    )
+    parser.add_argument(
+        "--allow-different-tasks", action="store_true", help="compare although data or start differ"
+    )
     given = parser.parse_args(args)
     try:
         budget = seconds(given.budget)
         if given.evaluations < 1:
             raise ValueError(f"`compare --evaluations {given.evaluations}` must be at least 1.")
         first = given.configs[0].resolve()
-        out = given.out or Path(f"comparison-{first.name if first.is_dir() else first.parent.name}-{given.budget}")
+        out = given.out or Path(
+            f"comparison-{first.name if first.is_dir() else first.parent.name}-{given.budget}"
+        )
         options = {"evaluations": given.evaluations, "log_spaced": given.log_spaced}
-        compare(given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks)
+        compare(
+            given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks
+        )
     except ValueError as error:
         parser.error(str(own_error(error) or error))
     if not _first():

@@ -58,7 +58,9 @@ def read_config(path: Path) -> MethodConfig:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            cli = _ParseOnly(["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False})
+            cli = _ParseOnly(
+                ["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False}
+            )
     except argparse.ArgumentError as error:
         raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
     parsed = MethodConfig(path.stem, cli.parser.dump(cli.config, skip_none=False))
@@ -81,11 +83,15 @@ def find_configs(paths: Sequence[Path]) -> list[Path]:
             )
         found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if not found:
-        raise ValueError(f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it.")
+        raise ValueError(
+            f"`compare {' '.join(map(str, paths))}`: there is no config (*.yaml) in it."
+        )
     names = [path.stem for path in found]
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
-        raise ValueError(f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own.")
+        raise ValueError(
+            f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own."
+        )
     return found
 
 
@@ -93,7 +99,11 @@ def check_same_task(configs: Sequence[MethodConfig], allowed: bool) -> None:
     """Refuse configs that pose different tasks, unless that is allowed."""
     first = configs[0]
     for other in configs[1:]:
-        wrong = [f"{key} ({other.task[key]!r}, not {value!r})" for key, value in first.task.items() if other.task[key] != value]
+        wrong = [
+            f"{key} ({other.task[key]!r}, not {value!r})"
+            for key, value in first.task.items()
+            if other.task[key] != value
+        ]
         if wrong and not allowed:
             raise ValueError(
                 f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The comparison would be unfair; with "

@@ -60,7 +60,11 @@ def parsing_error(message: str) -> str:
     reasons = []
     for line in re.split(r"\n\s*Given value", message)[0].splitlines():
         # A callable's own error follows its type, on the same line; the value that it was given follows the error.
-        text = re.sub(r"^Type .* expects a function or a callable class: ", "", line.strip().removeprefix("- "))
+        text = re.sub(
+            r"^Type .* expects a function or a callable class: ",
+            "",
+            line.strip().removeprefix("- "),
+        )
         text = re.sub(r'^Parser key "[^"]+":', "", text).strip()
         text = re.sub(r"\.? Got value: (Namespace\(|\{).*", "", text)
         if text and not text.startswith(_AROUND):
@@ -69,11 +73,15 @@ def parsing_error(message: str) -> str:
     # A class may also be given as the path of a file that has its arguments, which is hardly what was meant.
     kept = [reason for reason in kept if not reason.startswith("Expected a path but")] or kept
     # Where a number may also be None, the value stands apart from the reason.
-    given = re.search(r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message)
+    given = re.search(
+        r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message
+    )
     if given and len(kept) == 1 and not re.search(", got |there is no class", kept[0]):
         kept = [f"{kept[0]}, got {given[1]}"]
     if not kept:
-        kept = [" ".join(message.split())]  # another version of jsonargparse says it in other words: better those than none
+        kept = [
+            " ".join(message.split())
+        ]  # another version of jsonargparse says it in other words: better those than none
     told = "; ".join(kept[:_REASONS]) + ("; ..." if len(kept) > _REASONS else "")
     return f"{'.'.join(keys)}: {told}" if keys else told
 
@@ -81,8 +89,16 @@ def parsing_error(message: str) -> str:
 def _plain(text: str) -> str:
     text = re.sub(r"Expected an? <class '([\w.]+)'>", r"expected \1", text)
     text = re.sub(r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1", text)
-    text = re.sub(r"Expected a dot import path string: (.*)", r"there is no class \1: write a known name or a dotted path", text)
-    text = re.sub(r"^Import path(?: (\S+))? does not correspond to a subclass of BilevelMixin", _no_bilevel_module, text)
+    text = re.sub(
+        r"Expected a dot import path string: (.*)",
+        r"there is no class \1: write a known name or a dotted path",
+        text,
+    )
+    text = re.sub(
+        r"^Import path(?: (\S+))? does not correspond to a subclass of BilevelMixin",
+        _no_bilevel_module,
+        text,
+    )
     text = re.sub(r"argument subcommand: invalid choice: (\S+).*", r"there is no command \1", text)
     return re.sub(r"\. Got value: ", ", got ", text)
 

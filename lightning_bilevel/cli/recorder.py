@@ -35,7 +35,10 @@ class Recorder(Callback):
     """
 
     def __init__(
-        self, times: Sequence[float], shown: Callable[[float], None] = lambda spent: None, envelope: Envelope | None = None
+        self,
+        times: Sequence[float],
+        shown: Callable[[float], None] = lambda spent: None,
+        envelope: Envelope | None = None,
     ) -> None:
         self.times = times
         self.shown = shown
@@ -44,7 +47,9 @@ class Recorder(Callback):
         self._due = False
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         spent = pl_module.last_step.optimization_time
         self.shown(spent)
         evaluated = self.rows[-1]["optimization_time"] if self.rows else 0.0
@@ -55,7 +60,9 @@ class Recorder(Callback):
     # Either comes after the validation.
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._evaluate(trainer, pl_module)
 
     @override
@@ -67,8 +74,16 @@ class Recorder(Callback):
             return
         self._due = False
         info = pl_module.last_step
-        row = {"iteration": info.iteration, "optimization_time": info.optimization_time, "passes": info.passes}
-        row |= {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("bilevel/")}
+        row = {
+            "iteration": info.iteration,
+            "optimization_time": info.optimization_time,
+            "passes": info.passes,
+        }
+        row |= {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.startswith("bilevel/")
+        }
         certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
         if certificate is not None:
             row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}

@@ -48,24 +48,38 @@ def write_csv(path: Path, results: Sequence[MethodResult]) -> None:
 
 def write_summary(path: Path, results: Sequence[MethodResult], title: str) -> None:
     """Write the final figures as a table, and a ranking per metric, in Markdown."""
-    metrics = [name for name in _metrics(results) if any(r.rows and name in r.rows[-1] for r in results)]
+    metrics = [
+        name for name in _metrics(results) if any(r.rows and name in r.rows[-1] for r in results)
+    ]
     finals = {r.name: r.rows[-1] if r.rows and not r.error else {} for r in results}
-    best = {name: min((f[name] for f in finals.values() if name in f), default=math.nan) for name in metrics}
+    best = {
+        name: min((f[name] for f in finals.values() if name in f), default=math.nan)
+        for name in metrics
+    }
     best |= {
-        name: max(f[name] for f in finals.values() if name in f) for name in metrics if _rises(name) and any(finals.values())
+        name: max(f[name] for f in finals.values() if name in f)
+        for name in metrics
+        if _rises(name) and any(finals.values())
     }
     head = ["method", *metrics, "iterations", "passes", "time (s)", "note"]
     lines = [f"# {title}", "", _row(head), _row(["---"] * len(head))]
     for result in results:
         final = finals[result.name] or (result.rows[-1] if result.rows else {})
-        cells = [_number(final.get(name), bold=not result.error and final.get(name) == best[name]) for name in metrics]
+        cells = [
+            _number(final.get(name), bold=not result.error and final.get(name) == best[name])
+            for name in metrics
+        ]
         counts = [str(int(final[k])) if k in final else "" for k in ("iteration", "passes")]
         spent = f"{final['optimization_time']:.2f}" if final else ""
-        lines.append(_row([result.name, *cells, *counts, spent, (result.error or "").replace("|", "/")]))
+        lines.append(
+            _row([result.name, *cells, *counts, spent, (result.error or "").replace("|", "/")])
+        )
     lines += ["", "Ranking (best first; runs that ended early are left out):", ""]
     for name in metrics:
         ranked = sorted((f[name], method) for method, f in finals.items() if name in f)
-        lines.append(f"- **{name}**: {', '.join(method for _, method in (reversed(ranked) if _rises(name) else ranked))}")
+        lines.append(
+            f"- **{name}**: {', '.join(method for _, method in (reversed(ranked) if _rises(name) else ranked))}"
+        )
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -55,7 +55,9 @@ class BilevelTrainer(Trainer):
             weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and plain values.
         """
         if ckpt_path is None or not Path(ckpt_path).is_file():
-            raise MisconfigurationException(f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint.")
+            raise MisconfigurationException(
+                f"`certify(ckpt_path={ckpt_path})` must be the path of a checkpoint."
+            )
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
         batch = self._restore(model, datamodule, ckpt_path, weights_only)
@@ -90,12 +92,23 @@ class BilevelTrainer(Trainer):
         delta = 1e-3 if envelope is None else envelope.delta
         rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
         given = own.hyper_parameters
-        shown = [(name, text if given.get(name) is None else f"{text}; given: {given[name]:g}") for name, text in rows]
+        shown = [
+            (name, text if given.get(name) is None else f"{text}; given: {given[name]:g}")
+            for name, text in rows
+        ]
         if self.is_global_zero:
-            print(table(f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown))
-            print(f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so.")
+            print(
+                table(
+                    f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown
+                )
+            )
+            print(
+                f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so."
+            )
             if ckpt_path is not None:
-                print(f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a run.")
+                print(
+                    f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a run."
+                )
         return rows
 
     def _tally(self) -> Tally:
@@ -121,7 +134,9 @@ class BilevelTrainer(Trainer):
                 "`BilevelTrainer(**WITHOUT_STEPS)`."
             )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            warnings.filterwarnings(
+                "ignore", message="Be aware that when using `ckpt_path`, callbacks"
+            )
             module = cast(LightningModule, model)
             self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))

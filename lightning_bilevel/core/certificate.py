@@ -105,7 +105,10 @@ class Certificate:
             ("Moreau gap R", f"{self.residual:.3e}"),
             ("upper level f", f"{self.upper:.6g}"),
             ("lower level g", f"{self.lower:.6g}"),
-            ("|y - z|", f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e} where R <= 0)"),
+            (
+                "|y - z|",
+                f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e} where R <= 0)",
+            ),
             (
                 "lower-level stationarity",
                 f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e} where R <= 0)",
@@ -150,7 +153,9 @@ def certify(
             "before its first step. Run it first, or give `Envelope(rho=..., sigma=..., delta=...)`."
         )
     if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably.")
+        raise ValueError(
+            f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably."
+        )
     x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5

@@ -28,7 +28,9 @@ class Chunks:
     weights: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.batches or (self.weights is not None and len(self.weights) != len(self.batches)):
+        if not self.batches or (
+            self.weights is not None and len(self.weights) != len(self.batches)
+        ):
             raise ValueError(
                 f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} weights: it needs at least one "
                 "batch, and as many weights."

@@ -45,14 +45,18 @@ def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
     return norm(problem.at(x).gap_x(y, z)[1]) / distance if distance > 0.0 else 0.0
 
 
-def _largest(gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int) -> float:
+def _largest(
+    gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int
+) -> float:
     """The largest |gradient(w + d) - gradient(w)| / |d| that a power iteration meets, with w + d in the set."""
     start, largest = gradient(w), 0.0
     # A difference of gradients has half of their digits if the points differ in half of theirs.
     length = torch.finfo(w.dtype).eps ** 0.5 * (1.0 + norm(w))
     # The same direction in every process and every run; the gradient itself is the one that the first step will follow.
     v = (
-        torch.randn(w.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(w)
+        torch.randn(w.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+            w
+        )
         + _unit(start) * w.numel() ** 0.5
     )
     for _ in range(steps):

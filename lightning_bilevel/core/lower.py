@@ -19,7 +19,17 @@ from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 from lightning_bilevel.core.stamp import Stamp
 
-__all__ = ["Function", "Gap", "LowerLevel", "LowerTerm", "Part", "RecentPoints", "nothing", "rescaled", "weighted"]
+__all__ = [
+    "Function",
+    "Gap",
+    "LowerLevel",
+    "LowerTerm",
+    "Part",
+    "RecentPoints",
+    "nothing",
+    "rescaled",
+    "weighted",
+]
 
 # A function of x and y; and a part of g, which is a function of one of them.
 Function = Callable[[Any, Any], Tensor]
@@ -54,8 +64,14 @@ class LowerTerm:
     def in_units(self, upper: float, lower: float) -> LowerTerm:
         """Return the same in the variables u, v with x = upper * u and y = lower * v."""
         # A part takes the unit of its variable; without it the loss does.
-        loss = rescaled(self.loss, upper if self.features is None else 1.0, lower if self.outputs is None else 1.0)
-        return LowerTerm(loss, _part_in_unit(self.features, upper), _part_in_unit(self.outputs, lower))
+        loss = rescaled(
+            self.loss,
+            upper if self.features is None else 1.0,
+            lower if self.outputs is None else 1.0,
+        )
+        return LowerTerm(
+            loss, _part_in_unit(self.features, upper), _part_in_unit(self.outputs, lower)
+        )
 
     def weighted(self, weight: float) -> LowerTerm:
         """Return weight * g."""
@@ -120,7 +136,9 @@ class LowerLevel:
         recent: The points that are known already, also from another x.
     """
 
-    def __init__(self, terms: Sequence[LowerTerm], x: Tensor, passes: Passes, recent: RecentPoints) -> None:
+    def __init__(
+        self, terms: Sequence[LowerTerm], x: Tensor, passes: Passes, recent: RecentPoints
+    ) -> None:
         self.x = leaf(x)
         self._stamp = Stamp(x)
         self._terms = terms
@@ -140,7 +158,9 @@ class LowerLevel:
             self._features = [map_tensors(Tensor.detach, self._graph)]
         else:
             with torch.no_grad():
-                self._features = [map_tensors(Tensor.detach, term.features_at(self.x)) for term in terms]
+                self._features = [
+                    map_tensors(Tensor.detach, term.features_at(self.x)) for term in terms
+                ]
 
     def is_at(self, x: Tensor) -> bool:
         """Tell whether this is g(x, .): x is the same tensor, and unchanged."""
@@ -160,7 +180,9 @@ class LowerLevel:
         # Points inside an inner loop are visited once, so they are not remembered.
         point = self._point(z, remember=keep)
         retain = point.shared is not None
-        value, (grad,) = self._passes.differentiate("g", self._at(point), (point.leaf,), retain=retain)
+        value, (grad,) = self._passes.differentiate(
+            "g", self._at(point), (point.leaf,), retain=retain
+        )
         slope = coupled("g", grad)
         if keep:
             self._kept = point.stamp, slope
@@ -192,9 +214,14 @@ class LowerLevel:
         def evaluate(term: LowerTerm, features: Any) -> Tensor:
             return term.loss(features, point.outputs(term))
 
-        return [partial(evaluate, term, features) for term, features in zip(self._terms, self._features, strict=True)]
+        return [
+            partial(evaluate, term, features)
+            for term, features in zip(self._terms, self._features, strict=True)
+        ]
 
-    def _difference(self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]) -> tuple[tuple[float, float], list[Tensor | None]]:
+    def _difference(
+        self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[tuple[float, float], list[Tensor | None]]:
         """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
         other = self._point(z)
         self._passes.calls += Calls(gap=1)
@@ -207,7 +234,9 @@ class LowerLevel:
             return first, term.loss(features, other.outputs(term, constant=True))
 
         pairs = [partial(pair, term) for term in self._terms]
-        return self._passes.differentiate_difference("g", pairs, inputs, retain=y.shared is not None)
+        return self._passes.differentiate_difference(
+            "g", pairs, inputs, retain=y.shared is not None
+        )
 
 
 def rescaled(function: Function, upper: float, lower: float) -> Function:

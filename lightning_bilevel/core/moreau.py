@@ -41,7 +41,9 @@ class Envelope:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be positive and finite.")
         if not 0.0 <= self.sigma < math.inf:
-            raise ValueError(f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level).")
+            raise ValueError(
+                f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level)."
+            )
         # Where rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the product is below 1.
         if self.rho * self.sigma >= 1.0 or self.modulus <= 0.0:
             raise ValueError(
@@ -85,17 +87,24 @@ class MoreauPoint:
     grad_y: Tensor
 
 
-def gradient_error(zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float) -> float:
+def gradient_error(
+    zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float
+) -> float:
     r"""Bound the error of the gradient of :math:`\phi_\mu(R)` that a zeta-accurate z~ gives.
 
     .. math:: E_\mu(\zeta) = \sqrt{L_{xy}^2 + 1/\rho^2} \, \sqrt{2\zeta/m} + b_\phi B_R \zeta / \mu
     """
-    return math.hypot(L_xy, 1 / envelope.rho) * math.sqrt(2 * zeta / envelope.modulus) + b * B_R * zeta / mu
+    return (
+        math.hypot(L_xy, 1 / envelope.rho) * math.sqrt(2 * zeta / envelope.modulus)
+        + b * B_R * zeta / mu
+    )
 
 
 def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) -> MoreauPoint:
     """Return R and its gradient as z~ gives them, by one pass of g(x, y) - g(x, z~)."""
     gap = lower.gap(y, z)
-    residual = gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
+    residual = (
+        gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
+    )
     pull = torch.sub(y, z).div_(envelope.rho)
     return MoreauPoint(z, gap.value_y, residual, gap.grad_x, torch.sub(gap.grad_y, pull, out=pull))

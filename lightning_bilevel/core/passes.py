@@ -61,7 +61,9 @@ class Passes:
         self.reduce = reduce
         self.calls = Calls() if calls is None else calls
 
-    def value(self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]) -> float:
+    def value(
+        self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]
+    ) -> float:
         """Return the sum of the terms, without a gradient; the inputs are for the error message."""
         with torch.no_grad():
             values = [term() for term in terms]
@@ -75,14 +77,24 @@ class Passes:
         return number
 
     def differentiate(
-        self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...], *, retain: bool = False
+        self,
+        name: str,
+        terms: Sequence[Callable[[], Tensor]],
+        inputs: tuple[Tensor, ...],
+        *,
+        retain: bool = False,
     ) -> tuple[float, Gradients]:
         """Return the sum of the terms, and its gradients in the inputs."""
         (value,), grads = self._sum(name, [_alone(term) for term in terms], _itself, inputs, retain)
         return value, grads
 
     def differentiate_difference(
-        self, name: str, pairs: Sequence[Callable[[], tuple[Tensor, Tensor]]], inputs: tuple[Tensor, ...], *, retain: bool = False
+        self,
+        name: str,
+        pairs: Sequence[Callable[[], tuple[Tensor, Tensor]]],
+        inputs: tuple[Tensor, ...],
+        *,
+        retain: bool = False,
     ) -> tuple[tuple[float, float], Gradients]:
         """Return the sums of both terms of the pairs, and the gradients of first less second, by one backward pass."""
         (first, second), grads = self._sum(name, pairs, torch.sub, inputs, retain)
@@ -106,11 +118,15 @@ class Passes:
                     _check_scalar(name, value)
                 differentiated = target(*values)
                 if differentiated.requires_grad:
-                    new_grads = torch.autograd.grad(differentiated, inputs, allow_unused=True, retain_graph=retain)
+                    new_grads = torch.autograd.grad(
+                        differentiated, inputs, allow_unused=True, retain_graph=retain
+                    )
                     grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
                 # float64: the Moreau gap is a small difference of large numbers.
                 new = [value.detach() for value in values]
-                totals = [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
+                totals = (
+                    [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
+                )
         if self.reduce is not None:
             return _sum_over_processes(self.reduce, name, totals, grads, inputs)
         # One stack is one transfer from the device.
@@ -125,13 +141,25 @@ def _sum_over_processes(
     """Sum values and gradients over the processes, all of them in one buffer: a collective costs more than its numbers."""
     # A process whose part does not depend on an input takes part with zeros; the flags tell whether any part does.
     flags = inputs[0].new_tensor([grad is not None for grad in grads], dtype=torch.float64)
-    parts = [v.new_zeros(v.numel()) if grad is None else grad for grad, v in zip(grads, inputs, strict=True)]
-    buffer = reduce(torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)]))
+    parts = [
+        v.new_zeros(v.numel()) if grad is None else grad
+        for grad, v in zip(grads, inputs, strict=True)
+    ]
+    buffer = reduce(
+        torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)])
+    )
     numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
     known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
-    values, found, checks = known[: len(totals)], known[len(totals) : -len(sums)], known[-len(sums) :]
+    values, found, checks = (
+        known[: len(totals)],
+        known[len(totals) : -len(sums)],
+        known[-len(sums) :],
+    )
     _check_finite(name, values, checks, sums, inputs)
-    return values, [part.to(v.dtype) if flag else None for part, flag, v in zip(sums, found, inputs, strict=True)]
+    return values, [
+        part.to(v.dtype) if flag else None
+        for part, flag, v in zip(sums, found, inputs, strict=True)
+    ]
 
 
 def leaf(v: Tensor) -> Tensor:
@@ -168,12 +196,22 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _check_scalar(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.ndim > 0:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(f"{NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a sum.")
+        got = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise TypeError(
+            f"{NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a sum."
+        )
 
 
 def _check_finite(
-    name: str, values: list[float], sums: list[float], grads: Sequence[Tensor | None], inputs: tuple[Tensor, ...]
+    name: str,
+    values: list[float],
+    sums: list[float],
+    grads: Sequence[Tensor | None],
+    inputs: tuple[Tensor, ...],
 ) -> None:
     # x - x is 0 for a finite number and NaN otherwise: one test for all of them. A gradient whose sum is finite is finite.
     if sum(v - v for v in (*values, *sums)) == 0.0:
@@ -184,4 +222,6 @@ def _check_finite(
             return  # the sum has overflowed where no entry has
         wrong = "gradient with NaN or infinite entries"
     sizes = ", ".join(f"{norm(v.detach()):.3g}" for v in inputs)
-    raise NonFiniteError(f"{NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} {sizes}.")
+    raise NonFiniteError(
+        f"{NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} {sizes}."
+    )

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, RecentPoints, nothing, rescaled, weighted
+from lightning_bilevel.core.lower import (
+    Function,
+    LowerLevel,
+    LowerTerm,
+    Part,
+    RecentPoints,
+    nothing,
+    rescaled,
+    weighted,
+)
 from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
@@ -95,7 +104,9 @@ class BilevelProblem:
         self.lower_set = Free() if lower_set is None else lower_set
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
             if not isinstance(value, ConvexSet):
-                raise TypeError(f"`BilevelProblem({name}={value!r})` must have `project` and `normal_cone_distance`.")
+                raise TypeError(
+                    f"`BilevelProblem({name}={value!r})` must have `project` and `normal_cone_distance`."
+                )
         self.units = (1.0, 1.0)
         self._passes = Passes(reduce)
         self._recent = RecentPoints()
@@ -158,8 +169,14 @@ class BilevelProblem:
             reduce: The sum of a tensor over the processes.
         """
         part = copy.copy(self)
-        part.upper_terms = [nothing] if upper == 0.0 else [weighted(term, upper) for term in self.upper_terms]
-        part.lower_terms = [LowerTerm(nothing)] if lower == 0.0 else [term.weighted(lower) for term in self.lower_terms]
+        part.upper_terms = (
+            [nothing] if upper == 0.0 else [weighted(term, upper) for term in self.upper_terms]
+        )
+        part.lower_terms = (
+            [LowerTerm(nothing)]
+            if lower == 0.0
+            else [term.weighted(lower) for term in self.lower_terms]
+        )
         part._passes = Passes(reduce)
         return part
 
@@ -193,9 +210,13 @@ class BilevelProblem:
         value, (grad,) = self._differentiate_upper(x, y, (y,))
         return value, coupled("f", grad)
 
-    def _differentiate_upper(self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]) -> tuple[float, list[Tensor | None]]:
+    def _differentiate_upper(
+        self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[float, list[Tensor | None]]:
         self.calls += Calls(upper=1)
-        return self._passes.differentiate("f", [partial(term, x, y) for term in self.upper_terms], inputs)
+        return self._passes.differentiate(
+            "f", [partial(term, x, y) for term in self.upper_terms], inputs
+        )
 
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
         """Return g(x, .) for a fixed x, of which any number of points can be asked.
@@ -226,7 +247,10 @@ class BilevelProblem:
             f = self.upper(x, y)
             self.check_unchanged(x, y, f.value, self.at(x, remember=False).value(y))
             slope = self.at(x, remember=False).gradient(y)
-        return Start(math.hypot(norm(f.grad_x), norm(f.grad_y)), self.lower_set.normal_cone_distance(y, slope))
+        return Start(
+            math.hypot(norm(f.grad_x), norm(f.grad_y)),
+            self.lower_set.normal_cone_distance(y, slope),
+        )
 
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
         """Evaluate f and g where they were f and g before, and refuse a problem that has changed.
@@ -240,7 +264,9 @@ class BilevelProblem:
         for name, first in (("f", f), ("g", g)):
             second = again[name]
             # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
-            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * max(abs(first), abs(second)):
+            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * max(
+                abs(first), abs(second)
+            ):
                 raise BilevelError(
                     f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the methods here need a "
                     "deterministic objective. Switch off dropout and random augmentation, or fix their random numbers."
@@ -250,7 +276,9 @@ class BilevelProblem:
 def _functions(name: str, given: Any) -> list[Any]:
     functions = list(given) if isinstance(given, Sequence) else [given]
     if not functions or not all(callable(function) for function in functions):
-        raise TypeError(f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of functions.")
+        raise TypeError(
+            f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of functions."
+        )
     return functions
 
 
@@ -265,5 +293,9 @@ def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
                 "each term needs its own."
             )
     if features is not None and outputs is not None:
-        raise ValueError("`BilevelProblem` was given features and outputs: g may have one or the other.")
-    return [LowerTerm(*term) for term in zip(losses, parts["features"], parts["outputs"], strict=True)]
+        raise ValueError(
+            "`BilevelProblem` was given features and outputs: g may have one or the other."
+        )
+    return [
+        LowerTerm(*term) for term in zip(losses, parts["features"], parts["outputs"], strict=True)
+    ]

@@ -94,7 +94,11 @@ def inexact_prox(
             verdict = watch.see(residual, eta, z, slope, direction)
             if verdict is _Verdict.ROUNDED:
                 return new, halvings
-            z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta)) if accelerated else new
+            z = (
+                _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
+                if accelerated
+                else new
+            )
             before = new
             # Neither is needed at the next gradient, where memory is scarcest.
             del slope, direction
@@ -130,7 +134,9 @@ class _Watch:
         self.since_best = 0
         self.previous: tuple[Tensor, Tensor] | None = None
 
-    def see(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+    def see(
+        self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
+    ) -> _Verdict:
         """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient ``direction``."""
         self.since_best = 0 if residual < self.best else self.since_best + 1
         self.best = min(residual, self.best)
@@ -146,11 +152,18 @@ class _Watch:
         self.previous = (z, direction) if self.since_best >= _STALLED - 1 else None
         return verdict
 
-    def _look(self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor) -> _Verdict:
+    def _look(
+        self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
+    ) -> _Verdict:
         """Tell why the residual no longer falls: by rounding (so is the curvature then), or because g is too curved for eta."""
-        if residual <= _NOISE * torch.finfo(z.dtype).eps * (norm(slope) + norm(z - self.y) / self.rho):
+        if residual <= _NOISE * torch.finfo(z.dtype).eps * (
+            norm(slope) + norm(z - self.y) / self.rho
+        ):
             return _Verdict.ROUNDED
-        if self.previous is not None and _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3:
+        if (
+            self.previous is not None
+            and _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
+        ):
             return _Verdict.TOO_LONG
         return _Verdict.FINE
 
@@ -183,7 +196,9 @@ def precise_prox(
     for _ in range(max_iterations):
         new = projected_step(z, direction, eta, lower_set)
         length = math.sqrt(squared_distance(new, z))
-        if length <= max(tolerance, noise * (norm(slope) + norm(z - y) / rho)) * eta or length <= _rounding(z):
+        if length <= max(
+            tolerance, noise * (norm(slope) + norm(z - y) / rho)
+        ) * eta or length <= _rounding(z):
             return z
         new_slope = lower.gradient(new)
         new_direction = slope_of_psi(new_slope, new, y, rho)

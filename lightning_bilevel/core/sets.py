@@ -64,7 +64,9 @@ class Box:
         tensor([-1.0000,  0.5000])
     """
 
-    def __init__(self, lower: float | Sequence[float] | Tensor, upper: float | Sequence[float] | Tensor) -> None:
+    def __init__(
+        self, lower: float | Sequence[float] | Tensor, upper: float | Sequence[float] | Tensor
+    ) -> None:
         # float64 keeps a bound such as 0.1 exact until it meets the variable's own dtype.
         self.lower = torch.as_tensor(lower, dtype=torch.float64).detach().clone()
         self.upper = torch.as_tensor(upper, dtype=torch.float64).detach().clone()
@@ -86,7 +88,9 @@ class Box:
                 "the lower bound must not exceed the upper bound."
             )
         # Two numbers are the usual case, for which torch has a faster clamp.
-        self._numbers = None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
+        self._numbers = (
+            None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
+        )
         # The bounds as the variable sees them (its dtype and device), made once per dtype and device.
         self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -97,7 +101,9 @@ class Box:
         key = (v.dtype, v.device)
         for bound in (self.lower, self.upper):
             if bound.ndim and bound.numel() != v.numel():
-                raise ValueError(f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates.")
+                raise ValueError(
+                    f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates."
+                )
         if key not in self._seen:
             lower, upper = (b.reshape(-1) if b.ndim else b for b in (self.lower, self.upper))
             self._seen[key] = lower.to(v), upper.to(v)
@@ -147,7 +153,9 @@ class Ball:
 
     def _offset(self, v: Tensor) -> tuple[Tensor, Tensor, float]:
         if self.center.ndim and self.center.numel() != v.numel():
-            raise ValueError(f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has {v.numel()}.")
+            raise ValueError(
+                f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has {v.numel()}."
+            )
         center = self.center.reshape(-1).to(v) if self.center.ndim else self.center.to(v)
         offset = v - center
         return center, offset, norm(offset)
@@ -202,7 +210,9 @@ class Simplex:
         sums = d[inside].sum() + torch.cat([entering.new_zeros(1), entering.cumsum(0)])
         t = -sums / count
         # The first j for which the next zero coordinate stays out.
-        stays = torch.cat([entering + t[:-1] >= 0.0, torch.ones(1, dtype=torch.bool, device=v.device)])
+        stays = torch.cat(
+            [entering + t[:-1] >= 0.0, torch.ones(1, dtype=torch.bool, device=v.device)]
+        )
         shift = t[int(stays.nonzero()[0])]
         return norm(torch.where(inside, d + shift, (d + shift).clamp(max=0.0)))
 
@@ -217,7 +227,9 @@ class Product:
 
     def __init__(self, sets: Sequence[ConvexSet], sizes: Sequence[int]) -> None:
         if len(sets) != len(sizes) or not sets:
-            raise ValueError(f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block is needed.")
+            raise ValueError(
+                f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block is needed."
+            )
         self.sets = list(sets)
         self.sizes = list(sizes)
 
@@ -226,11 +238,15 @@ class Product:
 
     def _split(self, v: Tensor) -> tuple[Tensor, ...]:
         if v.numel() != sum(self.sizes):
-            raise ValueError(f"`{self!r}` covers {sum(self.sizes)} coordinates, the variable has {v.numel()}.")
+            raise ValueError(
+                f"`{self!r}` covers {sum(self.sizes)} coordinates, the variable has {v.numel()}."
+            )
         return torch.split(v, self.sizes)
 
     def project(self, v: Tensor) -> Tensor:
-        return torch.cat([s.project(block) for s, block in zip(self.sets, self._split(v), strict=True)])
+        return torch.cat(
+            [s.project(block) for s, block in zip(self.sets, self._split(v), strict=True)]
+        )
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         blocks = zip(self.sets, self._split(v), self._split(gradient), strict=True)

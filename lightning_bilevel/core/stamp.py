@@ -33,4 +33,8 @@ class Stamp:
 
     def is_still(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is the stamped one, unchanged."""
-        return tensor is self._tensor and self._version is not None and tensor._version == self._version
+        return (
+            tensor is self._tensor
+            and self._version is not None
+            and tensor._version == self._version
+        )

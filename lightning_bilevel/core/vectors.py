@@ -41,4 +41,6 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
 def _in_pieces(summed: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
     if vectors[0].numel() <= _PIECE or vectors[0].device.type != "cpu":
         return summed(*vectors)
-    return torch.stack([summed(*pieces) for pieces in zip(*(torch.split(v, _PIECE) for v in vectors), strict=True)]).sum()
+    return torch.stack(
+        [summed(*pieces) for pieces in zip(*(torch.split(v, _PIECE) for v in vectors), strict=True)]
+    ).sum()

@@ -88,7 +88,12 @@ class CleaningData(FullBatchDataModule):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length)
-        sizes = {"n_train": n_train, "n_validation": n_validation, "n_test": n_test, "chunk_size": chunk_size}
+        sizes = {
+            "n_train": n_train,
+            "n_validation": n_validation,
+            "n_test": n_test,
+            "chunk_size": chunk_size,
+        }
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least 1.")
@@ -136,7 +141,11 @@ class CleaningData(FullBatchDataModule):
         if self.lower is not None:
             return
         generator = torch.Generator().manual_seed(self.seed)
-        sets = {name: samples for name, samples in self.load(generator)._asdict().items() if samples is not None}
+        sets = {
+            name: samples
+            for name, samples in self.load(generator)._asdict().items()
+            if samples is not None
+        }
         sets = {name: self._checked(name, *samples) for name, samples in sets.items()}
         images, labels = sets["train"]
         self.image_shape = tuple(images.shape[1:])
@@ -148,8 +157,12 @@ class CleaningData(FullBatchDataModule):
                 )
         first = int(labels[0])
         if all(bool((sets[name][1] == first).all()) for name in ("train", "validation")):
-            raise ValueError(f"`{type(self).__name__}` has no other label than {first}: there must be at least two classes.")
-        noisy, self.corrupted = corrupt_labels(labels, self.classes, self.corruption, self.kind, generator=generator)
+            raise ValueError(
+                f"`{type(self).__name__}` has no other label than {first}: there must be at least two classes."
+            )
+        noisy, self.corrupted = corrupt_labels(
+            labels, self.classes, self.corruption, self.kind, generator=generator
+        )
         self.clean_labels = labels
         self.lower = self._batch(images, noisy, torch.arange(len(labels)))
         self.upper = self.validation = self._batch(*sets["validation"])
@@ -161,7 +174,9 @@ class CleaningData(FullBatchDataModule):
 
     def test_dataloader(self) -> Repeated:
         if self.test is None:
-            raise MisconfigurationException(f"`{type(self).__name__}` has no test set: give it one, or do not test.")
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has no test set: give it one, or do not test."
+            )
         return self._parts(self.test)
 
     def _of(self, name: str) -> str:
@@ -206,24 +221,34 @@ class DatasetCleaning(CleaningData):
         corruption: float = 0.0,
         **options: Any,
     ) -> None:
-        datasets = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
+        datasets = {"train": train, "validation": validation} | (
+            {} if test is None else {"test": test}
+        )
         sizes = {name: length(self._of(name), dataset) for name, dataset in datasets.items()}
         super().__init__(
-            n_train=sizes["train"], n_validation=sizes["validation"], n_test=sizes.get("test"), corruption=corruption, **options
+            n_train=sizes["train"],
+            n_validation=sizes["validation"],
+            n_test=sizes.get("test"),
+            corruption=corruption,
+            **options,
         )
         if classes is not None and classes < 2:
             raise ValueError(f"`DatasetCleaning(classes={classes})` must be at least 2.")
         mask = None if corrupted is None else self._mask(corrupted)
         self._datasets, self._classes = datasets, classes
         self.setup()
-        if mask is not None or corruption == 0:  # the labels are as they came: what is known of them was given
+        if (
+            mask is not None or corruption == 0
+        ):  # the labels are as they came: what is known of them was given
             self.corrupted, self.clean_labels = mask, None
 
     def load(self, generator: torch.Generator) -> Splits:
         sets = {name: read_dataset(self._of(name), data) for name, data in self._datasets.items()}
         common = common_images(sets["train"][0], sets["validation"][0])
         if common:
-            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5]) + (", ..." if len(common) > 5 else "")
+            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5]) + (
+                ", ..." if len(common) > 5 else ""
+            )
             raise ValueError(
                 f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): the validation set must not "
                 "overlap the training set, so leave them out of one of the two."

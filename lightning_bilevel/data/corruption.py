@@ -15,13 +15,22 @@ CorruptionKind = Literal["uniform", "pair"]
 def check_corruption(call: str, rate: float, kind: str) -> None:
     """Refuse a rate or a kind that does not exist, in the words of the call that was given them."""
     if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels.")
+        raise ValueError(
+            f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels."
+        )
     if kind not in get_args(CorruptionKind):
-        raise ValueError(f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(CorruptionKind)))}.")
+        raise ValueError(
+            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(CorruptionKind)))}."
+        )
 
 
 def corrupt_labels(
-    labels: Tensor, classes: int, corruption: float, kind: CorruptionKind = "uniform", *, generator: torch.Generator
+    labels: Tensor,
+    classes: int,
+    corruption: float,
+    kind: CorruptionKind = "uniform",
+    *,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Replace a share of the labels by wrong ones.
 
@@ -47,10 +56,16 @@ def corrupt_labels(
     """
     check_corruption("corrupt_labels", corruption, kind)
     if classes < 2:
-        raise ValueError(f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is wrong.")
+        raise ValueError(
+            f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is wrong."
+        )
     n = len(labels)
     order = torch.randperm(n, generator=generator)
-    shift = torch.randint(1, classes, (n,), generator=generator) if kind == "uniform" else torch.ones(n, dtype=torch.int64)
+    shift = (
+        torch.randint(1, classes, (n,), generator=generator)
+        if kind == "uniform"
+        else torch.ones(n, dtype=torch.int64)
+    )
     corrupted = torch.zeros(n, dtype=torch.bool)
     corrupted[order[: round(corruption * n)]] = True
     return torch.where(corrupted, (labels + shift) % classes, labels), corrupted

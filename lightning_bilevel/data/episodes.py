@@ -55,9 +55,13 @@ class Episodes(NamedTuple):
             parts.append(_split(f"`{call}`, task {number}", task, shots))
             shapes = [[tuple(tensor.shape) for tensor in part] for part in (parts[0], parts[-1])]
             if shapes[0] != shapes[1]:
-                raise ValueError(f"`{call}`, task {number} has shapes {shapes[1]}, task 0 has {shapes[0]}: they must agree.")
+                raise ValueError(
+                    f"`{call}`, task {number} has shapes {shapes[1]}, task 0 has {shapes[0]}: they must agree."
+                )
         if len(parts) < count:
-            raise ValueError(f"`{call}` was given {len(parts)} tasks: there must be at least {count}.")
+            raise ValueError(
+                f"`{call}` was given {len(parts)} tasks: there must be at least {count}."
+            )
         return cls(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -77,7 +81,9 @@ def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
     return data[support], labels[support], data[query], labels[query]
 
 
-def draw_episode(images: Tensor, ways: int, shots: int, queries: int, key: str) -> tuple[Tensor, ...]:
+def draw_episode(
+    images: Tensor, ways: int, shots: int, queries: int, key: str
+) -> tuple[Tensor, ...]:
     """Draw one episode from images of shape (classes, examples, C, H, W): as many of each class, no example twice.
 
     Args:
@@ -90,7 +96,9 @@ def draw_episode(images: Tensor, ways: int, shots: int, queries: int, key: str) 
     # Python's generator takes text as its seed, by a hash that is the same everywhere; torch's takes 32 bits.
     dice = random.Random(key)
     classes = dice.sample(range(len(images)), ways)
-    examples = torch.stack([images[c][dice.sample(range(images.shape[1]), shots + queries)] for c in classes])
+    examples = torch.stack(
+        [images[c][dice.sample(range(images.shape[1]), shots + queries)] for c in classes]
+    )
     labels = torch.arange(ways)
     return (
         examples[:, :shots].flatten(0, 1),
@@ -151,11 +159,19 @@ class EpisodeData(FullBatchDataModule):
         for name, size in sizes.items():
             least = 2 if name == "ways" else 1
             if size < least:
-                raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least {least}.")
-        classes = {"train_classes": train_classes, "validation_classes": validation_classes, "test_classes": test_classes}
+                raise ValueError(
+                    f"`{type(self).__name__}({name}={size})` must be at least {least}."
+                )
+        classes = {
+            "train_classes": train_classes,
+            "validation_classes": validation_classes,
+            "test_classes": test_classes,
+        }
         for name, there in classes.items():
             if there is not None and there < ways:
-                raise ValueError(f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs {ways} classes.")
+                raise ValueError(
+                    f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs {ways} classes."
+                )
         self.ways, self.shots, self.queries = ways, shots, queries
         self.counts = dict(zip(SPLITS, (n_train, n_validation, n_test), strict=True))
         self.split_sizes, self.split_seed, self.seed = classes, split_seed, seed
@@ -167,7 +183,9 @@ class EpisodeData(FullBatchDataModule):
 
     def load(self) -> Tensor:
         """Return all images, (classes, examples, C, H, W), ink 1 on paper 0."""
-        raise NotImplementedError(f"`{type(self).__name__}` must define `load()`: it returns the images of all classes.")
+        raise NotImplementedError(
+            f"`{type(self).__name__}` must define `load()`: it returns the images of all classes."
+        )
 
     def setup(self, stage: str | None = None) -> None:
         """Load the images and draw the episodes; once, as every stage has the same."""
@@ -194,20 +212,25 @@ class EpisodeData(FullBatchDataModule):
         asked = sum(size if size is not None else self.ways for size in sizes)
         if asked > len(images):
             given = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
-            raise ValueError(f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are {len(images):,}.")
+            raise ValueError(
+                f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are {len(images):,}."
+            )
         if self.shots + self.queries > images.shape[1]:
             raise ValueError(
                 f"`{call}(shots={self.shots}, queries={self.queries})` needs {self.shots + self.queries} examples of each class: "
                 f"there are {images.shape[1]}."
             )
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(self.split_seed))
+        order = torch.randperm(
+            len(images), generator=torch.Generator().manual_seed(self.split_seed)
+        )
         rest = len(images) - sum(size or 0 for size in sizes)
         lengths = [rest if size is None else size for size in sizes]
         return [images[part] for part in torch.split(order[: sum(lengths)], lengths)]
 
     def _draw(self, name: str, images: Tensor) -> Episodes:
         drawn = [
-            draw_episode(images, self.ways, self.shots, self.queries, f"{self.seed}/{name}/{i}") for i in range(self.counts[name])
+            draw_episode(images, self.ways, self.shots, self.queries, f"{self.seed}/{name}/{i}")
+            for i in range(self.counts[name])
         ]
         return Episodes(*(torch.stack(tensors) for tensors in zip(*drawn, strict=True)))
 
@@ -229,7 +252,9 @@ class TaskEpisodes(EpisodeData):
         (2, 4, 1, 1, (1, 16, 16))
     """
 
-    def __init__(self, train: Episodes, validation: Episodes, test: Episodes, epoch_length: int = 10) -> None:
+    def __init__(
+        self, train: Episodes, validation: Episodes, test: Episodes, epoch_length: int = 10
+    ) -> None:
         given = dict(zip(SPLITS, (train, validation, test), strict=True))
         for name, episodes in given.items():
             if not isinstance(episodes, Episodes):

@@ -48,7 +48,9 @@ class NoValidation(Repeated):
     def __init__(self) -> None:
         super().__init__({}, 0)
         # Lightning asks whether that was the intention; it was.
-        warnings.filterwarnings("ignore", message="Total length of `NoValidation` across ranks is zero")
+        warnings.filterwarnings(
+            "ignore", message="Total length of `NoValidation` across ranks is zero"
+        )
 
 
 class FullBatchDataModule(LightningDataModule):
@@ -66,16 +68,26 @@ class FullBatchDataModule(LightningDataModule):
     """
 
     def __init__(
-        self, upper: Any = None, lower: Any = None, validation: Any = None, test: Any = None, *, epoch_length: int = 100
+        self,
+        upper: Any = None,
+        lower: Any = None,
+        validation: Any = None,
+        test: Any = None,
+        *,
+        epoch_length: int = 100,
     ) -> None:
         super().__init__()
         if epoch_length < 1:
-            raise ValueError(f"`{type(self).__name__}(epoch_length={epoch_length})` must be at least 1.")
+            raise ValueError(
+                f"`{type(self).__name__}(epoch_length={epoch_length})` must be at least 1."
+            )
         self.upper, self.lower, self.validation, self.test = upper, lower, validation, test
         self.epoch_length = epoch_length
 
     def train_dataloader(self) -> Repeated:
-        if self.trainer is not None and any(isinstance(c, BatchSizeFinder) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+        if self.trainer is not None and any(
+            isinstance(c, BatchSizeFinder) for c in self.trainer.callbacks
+        ):  # type: ignore[attr-defined]
             raise MisconfigurationException(
                 f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no batch size to find. `Chunks` "
                 "evaluates a batch that is larger than memory."
@@ -93,12 +105,16 @@ class FullBatchDataModule(LightningDataModule):
         if self._has("validation"):
             return self._loader(self._batch_of("validation"), 1)
         if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-            raise MisconfigurationException(f"`{type(self).__name__}` has no validation set: give it one, or do not validate.")
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has no validation set: give it one, or do not validate."
+            )
         return NoValidation()
 
     def test_dataloader(self) -> Repeated:
         if not self._has("test"):
-            raise MisconfigurationException(f"`{type(self).__name__}` has no test set: give it one, or do not test.")
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has no test set: give it one, or do not test."
+            )
         return self._loader(self._batch_of("test"), 1)
 
     def predict_dataloader(self) -> Repeated:
@@ -110,7 +126,9 @@ class FullBatchDataModule(LightningDataModule):
             )
         return self.test_dataloader()
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         return batch  # it is there already
 
     def _has(self, name: str) -> bool:

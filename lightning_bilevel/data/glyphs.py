@@ -33,7 +33,9 @@ def draw_glyphs(classes: int, drawings: int, size: int = 28, seed: int = 0) -> T
     t = torch.linspace(0, 1, _POINTS).reshape(-1, 1)
     # Cubic Bezier curve: the weights of its four control points along it.
     weights = torch.cat([(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3], dim=1)
-    return torch.stack([_draw(drawings, size, pixels, weights, seed * 1_000_003 + i) for i in range(classes)])
+    return torch.stack(
+        [_draw(drawings, size, pixels, weights, seed * 1_000_003 + i) for i in range(classes)]
+    )
 
 
 def _draw(drawings: int, size: int, pixels: Tensor, weights: Tensor, key: int) -> Tensor:
@@ -45,8 +47,14 @@ def _draw(drawings: int, size: int, pixels: Tensor, weights: Tensor, key: int) -
     strokes = int(torch.randint(2, 5, (), generator=generator))
     controls = 0.15 + 0.7 * torch.rand(strokes, 4, 2, generator=generator)
     hand = controls + 0.025 * normal(drawings, strokes, 4, 2)
-    angle, scale, shift = 0.15 * normal(drawings), 1 + 0.08 * normal(drawings), 0.04 * normal(drawings, 1, 2)
-    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2) * scale.reshape(-1, 1, 1)
+    angle, scale, shift = (
+        0.15 * normal(drawings),
+        1 + 0.08 * normal(drawings),
+        0.04 * normal(drawings, 1, 2),
+    )
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(
+        -1, 2, 2
+    ) * scale.reshape(-1, 1, 1)
     points = (weights @ hand).flatten(1, 2)
     points = (points - 0.5) @ turn + 0.5 + shift
     distance = torch.cdist(pixels, points, compute_mode="donot_use_mm_for_euclid_dist").amin(-1)
@@ -76,7 +84,11 @@ class GlyphEpisodes(EpisodeData):
         test_classes: int = 50,
         **options: Any,
     ) -> None:
-        classes = {"train_classes": train_classes, "validation_classes": validation_classes, "test_classes": test_classes}
+        classes = {
+            "train_classes": train_classes,
+            "validation_classes": validation_classes,
+            "test_classes": test_classes,
+        }
         super().__init__(**classes, **options)
         for name, value in (("image_size", image_size), ("drawings", drawings)):
             if value < 1:
@@ -85,4 +97,9 @@ class GlyphEpisodes(EpisodeData):
 
     def load(self) -> Tensor:
         """Draw all glyphs."""
-        return draw_glyphs(sum(size or 0 for size in self.split_sizes.values()), self.drawings, self.image_size, self.glyph_seed)
+        return draw_glyphs(
+            sum(size or 0 for size in self.split_sizes.values()),
+            self.drawings,
+            self.image_size,
+            self.glyph_seed,
+        )

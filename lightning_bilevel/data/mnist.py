@@ -44,7 +44,10 @@ class MNISTCleaning(CleaningData):
         pool, test = (self._official(train=train, download=False) for train in (True, False))
         sizes = {"n_train": self.n_train, "n_validation": self.n_validation}
         call = type(self).__name__
-        return Splits(*draw(call, pool, sizes, generator), *draw(call, test, {"n_test": self.n_test}, generator))
+        return Splits(
+            *draw(call, pool, sizes, generator),
+            *draw(call, test, {"n_test": self.n_test}, generator),
+        )
 
     def _official(self, train: bool, download: bool) -> Samples:
         datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
@@ -90,7 +93,9 @@ class DigitsCleaning(CleaningData):
         super().__init__(n_train=n_train, n_validation=n_validation, **options)
 
     def load(self, generator: torch.Generator) -> Splits:
-        digits = optional_import("sklearn.datasets", "scikit-learn", type(self).__name__).load_digits()
+        digits = optional_import(
+            "sklearn.datasets", "scikit-learn", type(self).__name__
+        ).load_digits()
         samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
         sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
         return Splits(*draw(type(self).__name__, samples, sizes, generator))

@@ -50,7 +50,9 @@ class OmniglotEpisodes(EpisodeData):
     def __init__(self, root: str | None = None, image_size: int = 28, **options: Any) -> None:
         super().__init__(**options)
         if not 1 <= image_size <= 105:
-            raise ValueError(f"`OmniglotEpisodes(image_size={image_size})` must be from 1 to 105, the size of the originals.")
+            raise ValueError(
+                f"`OmniglotEpisodes(image_size={image_size})` must be from 1 to 105, the size of the originals."
+            )
         self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
         self.image_size = image_size
         if self.shots + self.queries > self.DRAWINGS:
@@ -66,7 +68,11 @@ class OmniglotEpisodes(EpisodeData):
 
     def prepare_data(self) -> None:
         """Download the archives, unless they are there."""
-        missing = [part for part in self.CLASSES if not (self._archive(part).exists() or (self.folder / part).is_dir())]
+        missing = [
+            part
+            for part in self.CLASSES
+            if not (self._archive(part).exists() or (self.folder / part).is_dir())
+        ]
         for part in missing:
             datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
             try:
@@ -93,7 +99,9 @@ class OmniglotEpisodes(EpisodeData):
         else:
             small = torch.stack([_decode(name, readers[name](), self.image_size) for name in names])
             _keep(cached, small)
-        return (1 - small.float() / 255).reshape(-1, self.DRAWINGS, 1, self.image_size, self.image_size)
+        return (1 - small.float() / 255).reshape(
+            -1, self.DRAWINGS, 1, self.image_size, self.image_size
+        )
 
     def _archive(self, part: str) -> Path:
         return self.folder / f"{part}.zip"
@@ -111,12 +119,20 @@ class OmniglotEpisodes(EpisodeData):
                 ) from error
             for info in file.infolist():
                 if _MEMBER.fullmatch(info.filename) and info.file_size <= _MAX_BYTES:
-                    yield info.filename, f"{info.CRC:08x}", lambda file=file, info=info: _read(file, info)  # type: ignore[misc]
+                    yield (
+                        info.filename,
+                        f"{info.CRC:08x}",
+                        lambda file=file, info=info: _read(file, info),
+                    )  # type: ignore[misc]
         elif folder.is_dir():
             for path in folder.glob("*/*/*.png"):
                 about = path.stat()
                 if about.st_size <= _MAX_BYTES:
-                    yield path.relative_to(self.folder).as_posix(), f"{about.st_size} {about.st_mtime_ns}", path.read_bytes
+                    yield (
+                        path.relative_to(self.folder).as_posix(),
+                        f"{about.st_size} {about.st_mtime_ns}",
+                        path.read_bytes,
+                    )
         else:
             raise MisconfigurationException(
                 f"`OmniglotEpisodes(root={str(self.root)!r})` has neither {part}.zip nor the folder {part} in {self.folder}: "
@@ -130,7 +146,9 @@ class OmniglotEpisodes(EpisodeData):
             character = name.rsplit("/", 1)[0]
             drawings[character] = drawings.get(character, 0) + 1
         for part, classes in self.CLASSES.items():
-            counts = [count for character, count in drawings.items() if character.startswith(f"{part}/")]
+            counts = [
+                count for character, count in drawings.items() if character.startswith(f"{part}/")
+            ]
             if len(counts) != classes or set(counts) != {self.DRAWINGS}:
                 raise MisconfigurationException(
                     f"`OmniglotEpisodes(root={str(self.root)!r})`: {part} is incomplete, with {sum(counts):,} drawings of "
@@ -153,9 +171,13 @@ def _read(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 def _decode(name: str, content: bytes, size: int) -> Tensor:
     pil = optional_import("PIL.Image", "pillow", "OmniglotEpisodes")
     try:
-        image = pil.open(io.BytesIO(content)).convert("L").resize((size, size), pil.Resampling.BILINEAR)
+        image = (
+            pil.open(io.BytesIO(content)).convert("L").resize((size, size), pil.Resampling.BILINEAR)
+        )
     except (OSError, ValueError) as error:
-        raise MisconfigurationException(f"`OmniglotEpisodes`: {name} is no image ({error}).") from error
+        raise MisconfigurationException(
+            f"`OmniglotEpisodes`: {name} is no image ({error})."
+        ) from error
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(size, size)
 
 

@@ -57,16 +57,22 @@ def as_images(call: str, images: Tensor) -> Tensor:
     if images.dtype == torch.uint8:
         images = images.float() / 255
     if not images.is_floating_point():
-        raise TypeError(f"`{call}` has images of {images.dtype}: they must be torch.uint8 (0 to 255) or floats.")
+        raise TypeError(
+            f"`{call}` has images of {images.dtype}: they must be torch.uint8 (0 to 255) or floats."
+        )
     return (images.unsqueeze(1) if images.ndim == 3 else images).detach().float().cpu()
 
 
 def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
     """Return labels as int64, one for each of the n images and each the number of a class."""
     if labels.is_floating_point():
-        raise TypeError(f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the classes.")
+        raise TypeError(
+            f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the classes."
+        )
     if labels.shape != (n,):
-        raise ValueError(f"`{call}` has labels of shape {tuple(labels.shape)} for {n:,} images: it must be ({n},).")
+        raise ValueError(
+            f"`{call}` has labels of shape {tuple(labels.shape)} for {n:,} images: it must be ({n},)."
+        )
     labels = labels.detach().cpu().long()
     bad = ((labels < 0) | (labels >= classes)).nonzero()
     if len(bad):
@@ -77,7 +83,9 @@ def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
     return labels
 
 
-def draw(call: str, samples: Samples, sizes: Mapping[str, int | None], generator: torch.Generator) -> list[Samples]:
+def draw(
+    call: str, samples: Samples, sizes: Mapping[str, int | None], generator: torch.Generator
+) -> list[Samples]:
     """Draw disjoint parts in random order.
 
     Args:
@@ -100,9 +108,13 @@ def draw(call: str, samples: Samples, sizes: Mapping[str, int | None], generator
 def length(call: str, dataset: AnyDataset) -> int:
     """Return the number of samples of a Dataset that can be read, which is one that knows it and has any."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TypeError(f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and `__len__`.")
+        raise TypeError(
+            f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and `__len__`."
+        )
     if len(dataset) == 0:
-        raise ValueError(f"`{call}` is an empty {type(dataset).__name__}: it must have at least one sample.")
+        raise ValueError(
+            f"`{call}` is an empty {type(dataset).__name__}: it must have at least one sample."
+        )
     return len(dataset)
 
 
@@ -120,7 +132,9 @@ def _tensors(call: str, dataset: AnyDataset) -> Samples | None:
     if type(dataset) is not TensorDataset:  # a subclass may do more than look up
         return None
     if len(dataset.tensors) != 2:
-        raise TypeError(f"`{call}` is a TensorDataset of {len(dataset.tensors)} tensors: it must have two, images and labels.")
+        raise TypeError(
+            f"`{call}` is a TensorDataset of {len(dataset.tensors)} tensors: it must have two, images and labels."
+        )
     return dataset.tensors[0], dataset.tensors[1]
 
 
@@ -130,7 +144,9 @@ def _stacked(call: str, dataset: Any) -> Samples:
     for i in range(len(dataset)):
         sample = dataset[i]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise TypeError(f"`{call}` gives a {type(sample).__name__} as sample {i}: it must be a pair (image, label).")
+            raise TypeError(
+                f"`{call}` gives a {type(sample).__name__} as sample {i}: it must be a pair (image, label)."
+            )
         image, label = sample
         images.append(_tensor(call, i, image))
         if images[i].shape != images[0].shape:
@@ -167,7 +183,10 @@ def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
     """Return the pairs (index in first, index in second) of equal images, in the order of the second."""
 
     def digests(images: Tensor) -> list[bytes]:
-        return [hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in images.contiguous().numpy()]
+        return [
+            hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+            for image in images.contiguous().numpy()
+        ]
 
     places: dict[bytes, int] = {}
     for i, digest in enumerate(digests(first)):

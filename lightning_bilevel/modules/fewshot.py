@@ -63,14 +63,25 @@ class FewShot(BilevelModule):
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
-        for name, value, least in (("tasks", tasks, 1), ("ways", ways, 2), ("channels", channels, 1)):
+        for name, value, least in (
+            ("tasks", tasks, 1),
+            ("ways", ways, 2),
+            ("channels", channels, 1),
+        ):
             if value < least:
                 raise ValueError(f"`FewShot({name}={value})` must be at least {least}.")
         if image_size < 16:
-            raise ValueError(f"`FewShot(image_size={image_size})` must be at least 16: four times halved, nothing is left of it.")
+            raise ValueError(
+                f"`FewShot(image_size={image_size})` must be at least 16: four times halved, nothing is left of it."
+            )
         if chunk_images < 1:
             raise ValueError(f"`FewShot(chunk_images={chunk_images})` must be at least 1.")
-        self.tasks, self.ways, self.image_size, self.chunk_images = tasks, ways, image_size, chunk_images
+        self.tasks, self.ways, self.image_size, self.chunk_images = (
+            tasks,
+            ways,
+            image_size,
+            chunk_images,
+        )
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
         self.declare(
@@ -86,7 +97,9 @@ class FewShot(BilevelModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (E, N, d) of images (E, N, C, H, W), a few tasks at a time."""
-        return torch.cat([self.encoder(part) for part in torch.split(images, self._tasks_at_once(images))])
+        return torch.cat(
+            [self.encoder(part) for part in torch.split(images, self._tasks_at_once(images))]
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         """The mean loss on the query sets."""
@@ -112,7 +125,10 @@ class FewShot(BilevelModule):
     def _in_chunks(self, batch: Any) -> Chunks:
         chunks, parts, weights = as_chunks(batch), [], []
         for whole, share in zip(chunks.batches, chunks.shares, strict=True):
-            for part in zip(*(torch.split(tensor, self._tasks_at_once(whole[0])) for tensor in whole), strict=True):
+            for part in zip(
+                *(torch.split(tensor, self._tasks_at_once(whole[0])) for tensor in whole),
+                strict=True,
+            ):
                 parts.append(part)
                 weights.append(share * len(part[0]) / len(whole[0]))
         return Chunks(parts, weights)
@@ -123,7 +139,10 @@ class FewShot(BilevelModule):
     def setup(self, stage: str) -> None:
         """Refuse data that do not fit the module before anything is trained."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        for mine, theirs, what in (("tasks", "n_train", "training episodes"), ("ways", "ways", "classes in an episode")):
+        for mine, theirs, what in (
+            ("tasks", "n_train", "training episodes"),
+            ("ways", "ways", "classes in an episode"),
+        ):
             given = getattr(data, theirs, getattr(self, mine))
             if given != getattr(self, mine):
                 raise MisconfigurationException(
@@ -164,7 +183,9 @@ class FewShot(BilevelModule):
             for number in range(min(3, len(episodes.support))):
                 one = Episodes(*(tensor[number : number + 1] for tensor in episodes))
                 draw = partial(self.episode_figure, one)
-                show_figure(self.trainer, f"validation episode {number}", draw, self.trainer.global_step)
+                show_figure(
+                    self.trainer, f"validation episode {number}", draw, self.trainer.global_step
+                )
 
     def episode_figure(self, episode: Episodes) -> Any:
         """Draw one episode: in each row the support of a class and its queries, those in a frame taken for another class."""

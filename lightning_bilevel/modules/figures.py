@@ -70,7 +70,9 @@ def draw_episode(episode: Episodes, guesses: Sequence[int]) -> Any:
             sheet[top : top + size, left : left + size] = image
             if guess not in (None, label):
                 corner = left - 2, top - 2
-                frame = Rectangle(corner, side - 1, side - 1, fill=False, color=_WRONG, linewidth=1.5)
+                frame = Rectangle(
+                    corner, side - 1, side - 1, fill=False, color=_WRONG, linewidth=1.5
+                )
                 axis.add_patch(frame)
                 place: Any = {"color": _WRONG, "fontsize": 9, "ha": "right", "va": "center"}
                 axis.text(left + size, top + 5, str(guess), **place)

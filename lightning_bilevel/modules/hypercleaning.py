@@ -63,14 +63,23 @@ class HyperCleaning(BilevelModule):
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
-        for name, value in (("n_train", n_train), ("inputs", inputs), ("hidden", hidden), ("classes", classes)):
+        for name, value in (
+            ("n_train", n_train),
+            ("inputs", inputs),
+            ("hidden", hidden),
+            ("classes", classes),
+        ):
             if value < (2 if name == "classes" else 1):
-                raise ValueError(f"`HyperCleaning({name}={value})` must be at least {2 if name == 'classes' else 1}.")
+                raise ValueError(
+                    f"`HyperCleaning({name}={value})` must be at least {2 if name == 'classes' else 1}."
+                )
         self.classes = classes
         # The number of pixels, which a classifier of the user's own is not asked for.
         self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
-        self.classifier = _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
+        self.classifier = (
+            _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
+        )
         # Corollary on sigmoid sample weights: ENNAMCQ holds if delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
         threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(BOUND))
 
@@ -128,7 +137,9 @@ class HyperCleaning(BilevelModule):
                 f"`HyperCleaning(n_train={len(self.logits)})` was given {data.n_train} training samples: they must agree."
             )
         if getattr(data, "classes", self.classes) > self.classes:
-            raise ValueError(f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} classes.")
+            raise ValueError(
+                f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} classes."
+            )
         shape = getattr(data, "image_shape", None)
         if shape is not None and self.inputs is not None and math.prod(shape) != self.inputs:
             raise ValueError(
@@ -140,7 +151,9 @@ class HyperCleaning(BilevelModule):
         images, labels = batch
         logits = self(images)
         if dataloader_idx == 0:
-            self._log("val_loss", cross_entropy(logits, labels), len(labels), add_dataloader_idx=False)
+            self._log(
+                "val_loss", cross_entropy(logits, labels), len(labels), add_dataloader_idx=False
+            )
         else:
             self._log_error(logits, labels, add_dataloader_idx=False)
 
@@ -159,7 +172,14 @@ class HyperCleaning(BilevelModule):
 
     def _log(self, name: str, value: Tensor, batch_size: int | None = None, **options: Any) -> None:
         # Processes have the same batch, or parts of it: either way the mean over them is right.
-        self.log(name, value.to(self.device), prog_bar=True, sync_dist=True, batch_size=batch_size, **options)
+        self.log(
+            name,
+            value.to(self.device),
+            prog_bar=True,
+            sync_dist=True,
+            batch_size=batch_size,
+            **options,
+        )
 
     def on_validation_epoch_end(self) -> None:
         corrupted = getattr(getattr(self.trainer, "datamodule", None), "corrupted", None)
@@ -195,7 +215,9 @@ class HyperCleaning(BilevelModule):
 
 def _sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:
     """The paper's classifier."""
-    network = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes))
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes)
+    )
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(0.01 * torch.randn_like(parameter))

@@ -27,7 +27,10 @@ class _Block(nn.Module):
         # ReLU is monotone, so it commutes with the maximum: on the pooled image it has a quarter of the work, and value and
         # gradient are the same. Back to the usual layout: in the other, torch's normalisation loses two or three digits.
         pooled = max_pool2d(self.conv(images), 2).relu().contiguous()
-        normed = [batch_norm(part, None, None, self.scale, self.bias, training=True) for part in pooled.chunk(tasks)]
+        normed = [
+            batch_norm(part, None, None, self.scale, self.bias, training=True)
+            for part in pooled.chunk(tasks)
+        ]
         return normed[0] if tasks == 1 else torch.cat(normed)
 
 
@@ -43,10 +46,16 @@ class Conv4(nn.Module):
     def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
         super().__init__()
         if channels < 1 or inputs < 1:
-            raise ValueError(f"`Conv4(channels={channels}, inputs={inputs})`: both must be at least 1.")
+            raise ValueError(
+                f"`Conv4(channels={channels}, inputs={inputs})`: both must be at least 1."
+            )
         if image_size < 16:
-            raise ValueError(f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing is left of it.")
-        self.blocks = nn.ModuleList([_Block(inputs if i == 0 else channels, channels) for i in range(4)])
+            raise ValueError(
+                f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing is left of it."
+            )
+        self.blocks = nn.ModuleList(
+            [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
+        )
         self.features = channels * (image_size // 16) ** 2
 
     def forward(self, images: Tensor) -> Tensor:
@@ -78,7 +87,9 @@ class TaskHeads(nn.Module):
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
 
-def adapt(features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1) -> tuple[Tensor, Tensor]:
+def adapt(
+    features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1
+) -> tuple[Tensor, Tensor]:
     """Fit a fresh linear head to each task, from zero, by gradient steps on the cross-entropy of its support.
 
     Args:
@@ -91,7 +102,10 @@ def adapt(features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: f
     Returns:
         Weights (E, ways, d) and biases (E, ways).
     """
-    weight, bias = features.new_zeros(len(features), ways, features.shape[2]), features.new_zeros(len(features), ways)
+    weight, bias = (
+        features.new_zeros(len(features), ways, features.shape[2]),
+        features.new_zeros(len(features), ways),
+    )
     truth = torch.nn.functional.one_hot(labels, ways).to(features)
     for _ in range(steps):
         # The gradient of the mean cross-entropy in the logits is (softmax - truth)/N.

@@ -12,7 +12,13 @@ __all__ = ["retrain"]
 
 
 def retrain(
-    classifier: nn.Module, images: Tensor, labels: Tensor, *, steps: int = 300, lr: float = 0.01, weight_decay: float = 1e-4
+    classifier: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int = 300,
+    lr: float = 0.01,
+    weight_decay: float = 1e-4,
 ) -> nn.Module:
     """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that cleaning has kept.
 

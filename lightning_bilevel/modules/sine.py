@@ -54,7 +54,9 @@ class SineProblem(BilevelModule):
         if n < 1:
             raise ValueError(f"`SineProblem(n={n})` must be at least 1.")
         if isinstance(c, list) and len(c) != n:
-            raise ValueError(f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number.")
+            raise ValueError(
+                f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number."
+            )
         self.a = a
         # Kept in float64 and cast where it is used: a module that starts in float32 may be run in float64.
         self.shift = torch.tensor(c, dtype=torch.float64)
@@ -74,7 +76,9 @@ class SineProblem(BilevelModule):
 
     def upper_loss(self, batch: Any) -> Tensor:
         """(x - a)^2 + |y - a e - c|^2."""
-        return ((self.x - self.a) ** 2).sum() + ((self.y - (self.a + self.shift.to(self.y))) ** 2).sum()
+        return ((self.x - self.a) ** 2).sum() + (
+            (self.y - (self.a + self.shift.to(self.y))) ** 2
+        ).sum()
 
     def lower_loss(self, batch: Any) -> Tensor:
         """The sum of sin(x + y_i - c_i)."""
@@ -84,7 +88,10 @@ class SineProblem(BilevelModule):
         """Return the normalised errors in x and y."""
         x_error = abs(float(self.x.detach()) - self.x_star) / max(abs(self.x_star), 1.0)
         y_error = torch.linalg.vector_norm(self.y.detach().cpu().double() - self.y_star)
-        return {"x_error": x_error, "y_error": float(y_error / max(float(torch.linalg.vector_norm(self.y_star)), 1.0))}
+        return {
+            "x_error": x_error,
+            "y_error": float(y_error / max(float(torch.linalg.vector_norm(self.y_star)), 1.0)),
+        }
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log_dict(self.errors(), prog_bar=True, sync_dist=True, batch_size=1)

@@ -40,7 +40,8 @@ class BatchProblem:
     def is_of(self, contents: list[tuple[Any, int]]) -> bool:
         """Tell whether these are the contents of the batch: the same leaves, unchanged."""
         return len(contents) == len(self.contents) and all(
-            a is b and version == other for (a, version), (b, other) in zip(contents, self.contents, strict=True)
+            a is b and version == other
+            for (a, version), (b, other) in zip(contents, self.contents, strict=True)
         )
 
 
@@ -62,7 +63,9 @@ class Batches:
 
     def problem_on(self, batch: Any, make: Make) -> BatchProblem:
         """Return the problem on a batch."""
-        contents = [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves(batch)]
+        contents = [
+            (leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves(batch)
+        ]
         if self.current is None or not self.current.is_of(contents):
             self.current = make(batch, contents, self.current)
         return self.current
@@ -97,7 +100,11 @@ class Batches:
 def check_batch(call: str, batch: Any) -> None:
     """Refuse a training batch that is not one of two levels."""
     if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
-        got = f"a dict with {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        got = (
+            f"a dict with {sorted(batch)}"
+            if isinstance(batch, dict)
+            else f"a {type(batch).__name__}"
+        )
         raise MisconfigurationException(
             f'`{call}` was given {got} as a training batch: it must be {{"upper": ..., "lower": ...}}, as a '
             "CombinedLoader over two loaders or a FullBatchDataModule gives it."

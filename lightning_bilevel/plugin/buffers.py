@@ -36,13 +36,19 @@ class WrittenBuffers:
 
     def functions_of(self, module: nn.Module, declared: Declaration) -> ModuleFunctions:
         """Return a module's losses as functions, of which the buffers they write to are known from now on."""
-        self._functions = ModuleFunctions(module, declared.upper.parameters, declared.lower.parameters, self.live)
+        self._functions = ModuleFunctions(
+            module, declared.upper.parameters, declared.lower.parameters, self.live
+        )
         return self._functions
 
     def copies(self, module: nn.Module) -> dict[str, Tensor]:
         """Return copies of them by name."""
         written = {id(buffer) for buffer in self.live}
-        return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if id(buffer) in written}
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in module.named_buffers()
+            if id(buffer) in written
+        }
 
     def examine(self, module: nn.Module, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
         """Look which buffers the evaluations so far have written to, and whether other numbers in them change the losses."""
@@ -58,7 +64,10 @@ class WrittenBuffers:
                 if buffer.is_floating_point():
                     buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
             problem.forget()  # what is kept of a point would hide that it changes
-            self.matter = before != (problem.upper(x, y).value, problem.at(x, remember=False).value(y))
+            self.matter = before != (
+                problem.upper(x, y).value,
+                problem.at(x, remember=False).value(y),
+            )
         problem.forget()
         write_buffers(module, kept)
 

@@ -75,7 +75,11 @@ class Certifier:
             step: The last step of the run.
         """
         known = self.last
-        if known is not None and known.question == question and all(map(torch.equal, known.point, point)):
+        if (
+            known is not None
+            and known.question == question
+            and all(map(torch.equal, known.point, point))
+        ):
             return known.certificate
         problem, envelope, tolerance, multiplier, evaluated_on = question
         began = time.perf_counter()
@@ -85,7 +89,9 @@ class Certifier:
             envelope,
             multiplier=multiplier,
             tolerance=tolerance,
-            qualification=qualification if isinstance(qualification, str) else qualification(envelope),
+            qualification=qualification
+            if isinstance(qualification, str)
+            else qualification(envelope),
             start=self.start,
             evaluated_on=evaluated_on,
         )

@@ -22,7 +22,15 @@ from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.declaration import Level
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["LastPoint", "WholeFileIO", "check_record", "go_on_from_last", "load_solver", "saved_start", "write_record"]
+__all__ = [
+    "LastPoint",
+    "WholeFileIO",
+    "check_record",
+    "go_on_from_last",
+    "load_solver",
+    "saved_start",
+    "write_record",
+]
 
 # The record's key in a checkpoint, and the number of what a checkpoint holds: one more with each change that old code misreads.
 KEY = "lightning_bilevel"
@@ -37,7 +45,9 @@ class WholeFileIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -46,7 +56,10 @@ class WholeFileIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, loc: storage,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = True  # torch's own default only from 2.6 on
@@ -56,12 +69,20 @@ class WholeFileIO(TorchCheckpointIO):
             else:
                 loaded = torch.load(path, map_location=map_location, weights_only=weights_only)
         except FileNotFoundError as error:
-            raise MisconfigurationException(f"`ckpt_path={str(path)!r}`: there is no such file.") from error
+            raise MisconfigurationException(
+                f"`ckpt_path={str(path)!r}`: there is no such file."
+            ) from error
         except OSError:
             raise
-        except Exception as error:  # bytes of something else are taken for instructions, which fail in any way
+        except (
+            Exception
+        ) as error:  # bytes of something else are taken for instructions, which fail in any way
             told = isinstance(error, (RuntimeError, EOFError, ValueError, UnpicklingError))
-            why = (str(error) or "it ends too early").splitlines()[0] if told else "torch cannot read it"
+            why = (
+                (str(error) or "it ends too early").splitlines()[0]
+                if told
+                else "torch cannot read it"
+            )
             raise MisconfigurationException(
                 f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: {why}"
             ) from error
@@ -90,7 +111,11 @@ class LastPoint:
 
 
 def write_record(
-    call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, start: Start | None, last: LastPoint | None
+    call: str,
+    checkpoint: dict[str, Any],
+    solver: BilevelOptimizer,
+    start: Start | None,
+    last: LastPoint | None,
 ) -> None:
     """Say in a checkpoint which run it belongs to.
 
@@ -105,7 +130,11 @@ def write_record(
     if start is not None:
         checkpoint[KEY]["start"] = asdict(start)
     if last is not None:
-        checkpoint[KEY]["last"] = {"upper": last.upper, "lower": last.lower, "buffers": last.buffers}
+        checkpoint[KEY]["last"] = {
+            "upper": last.upper,
+            "lower": last.lower,
+            "buffers": last.buffers,
+        }
     _leave_out_partials(call, checkpoint)
 
 
@@ -129,7 +158,9 @@ def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Itera
         blocks = torch.split(last[level.name], [p.numel() for p in level.parameters])
         for parameter, block in zip(level.parameters, blocks, strict=True):
             state_dict.update(dict.fromkeys(names[id(parameter)], block.view_as(parameter)))
-    state_dict.update({name: buffer for name, buffer in last["buffers"].items() if name in state_dict})
+    state_dict.update(
+        {name: buffer for name, buffer in last["buffers"].items() if name in state_dict}
+    )
 
 
 def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
@@ -141,7 +172,9 @@ def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
     return True
 
 
-def check_record(call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, *, resumes: bool) -> None:
+def check_record(
+    call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, *, resumes: bool
+) -> None:
     """Refuse a checkpoint of another kind of run.
 
     Args:
@@ -157,16 +190,24 @@ def check_record(call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer
     saved: dict[str, Any] | None = checkpoint.get(KEY)
     if saved is None:
         if resumes:
-            refuse("has no record of a bilevel run: it was written by another kind of module, and cannot be resumed by this one")
+            refuse(
+                "has no record of a bilevel run: it was written by another kind of module, and cannot be resumed by this one"
+            )
         return
     if saved["format"] > FORMAT:
-        refuse(f"was written by a later version of lightning-bilevel (format {saved['format']}, known up to {FORMAT}): update it")
+        refuse(
+            f"was written by a later version of lightning-bilevel (format {saved['format']}, known up to {FORMAT}): update it"
+        )
     mine = _record(solver)
     for level in ("upper", "lower"):
         if saved[level] != mine[level]:
-            refuse(f"has {saved[level]} {level}-level variables, the module has {mine[level]}: it belongs to another problem")
+            refuse(
+                f"has {saved[level]} {level}-level variables, the module has {mine[level]}: it belongs to another problem"
+            )
     if resumes and saved["solver"] != mine["solver"]:
-        refuse(f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from: name the same solver")
+        refuse(
+            f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from: name the same solver"
+        )
     if resumes and checkpoint.get("optimizer_states"):
         _warn_of_constants(call, checkpoint["optimizer_states"][0]["param_groups"][0], solver)
 
@@ -176,14 +217,20 @@ def _record(solver: BilevelOptimizer) -> dict[str, Any]:
 
 
 def _sizes(solver: BilevelOptimizer) -> dict[str, int]:
-    return {group["level"]: sum(p.numel() for p in group["params"]) for group in solver.param_groups}
+    return {
+        group["level"]: sum(p.numel() for p in group["params"]) for group in solver.param_groups
+    }
 
 
 def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimizer) -> None:
     # The learning rate is what the solver itself writes there at each step.
     # What was left out is as the run before chose it.
     own = solver.hyper_parameters
-    changed = [f"{name}={saved[name]!r} (not {value!r})" for name, value in own.items() if name in saved and saved[name] != value]
+    changed = [
+        f"{name}={saved[name]!r} (not {value!r})"
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    ]
     if changed:
         warnings.warn(
             f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}. To run with others, start anew.",
@@ -194,7 +241,9 @@ def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimize
 def _leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
     """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its constants, as it is no plain data."""
     kept = checkpoint.get("hyper_parameters", {})
-    partials = [key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)]
+    partials = [
+        key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)
+    ]
     for key in partials:
         del kept[key]
     if partials:

@@ -29,7 +29,10 @@ def check_trainer(call: str, trainer: Any) -> None:
             "numbers, which half precision does not resolve. Use 32-true or 64-true."
         )
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
-    if not isinstance(trainer.strategy, SingleDeviceStrategy) and type(trainer.strategy) is not DDPStrategy:
+    if (
+        not isinstance(trainer.strategy, SingleDeviceStrategy)
+        and type(trainer.strategy) is not DDPStrategy
+    ):
         raise MisconfigurationException(
             f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, line search and Moreau "
             'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
@@ -38,20 +41,26 @@ def check_trainer(call: str, trainer: Any) -> None:
     for callback in trainer.callbacks:
         why = _why_not(callback)
         if why:
-            raise MisconfigurationException(f"`{type(callback).__name__}` cannot watch `{call}`: {why}")
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` cannot watch `{call}`: {why}"
+            )
 
 
 def check_own(module: nn.Module, level: Level) -> None:
     """Refuse a level with parameters that are not the module's own."""
     own = {id(p) for p in module.parameters()}
     if any(id(p) not in own for p in level.parameters):
-        raise ValueError(f"`{level.call}({level.name}=...)` has a parameter that is not the module's own.")
+        raise ValueError(
+            f"`{level.call}({level.name}=...)` has a parameter that is not the module's own."
+        )
 
 
 def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
     """Refuse trainable parameters that belong to no level."""
     declared = {id(p) for p in declaration.parameters}
-    forgotten = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in declared]
+    forgotten = [
+        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in declared
+    ]
     if forgotten:
         raise MisconfigurationException(
             f"`{type(module).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
@@ -61,7 +70,9 @@ def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
 
 def check_optimizer(module: LightningModule, optimizer: Any) -> None:
     """Refuse an optimizer, as Lightning wraps it, that is no solver, and automatic optimisation."""
-    if module.automatic_optimization or not isinstance(getattr(optimizer, "optimizer", None), BilevelOptimizer):
+    if module.automatic_optimization or not isinstance(
+        getattr(optimizer, "optimizer", None), BilevelOptimizer
+    ):
         raise MisconfigurationException(
             f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its `configure_optimizers` must "
             "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel "

@@ -71,7 +71,9 @@ class Level:
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
         """Write a flat vector into the parameters."""
-        for parameter, block in zip(self.parameters, torch.split(vector, [p.numel() for p in self.parameters]), strict=True):
+        for parameter, block in zip(
+            self.parameters, torch.split(vector, [p.numel() for p in self.parameters]), strict=True
+        ):
             parameter.copy_(block.view_as(parameter))
 
     def _set_of(self, items: list[list[nn.Parameter]]) -> ConvexSet:
@@ -80,7 +82,11 @@ class Level:
             return Free()
         if isinstance(sets, ConvexSet):
             return sets
-        if not isinstance(sets, Sequence) or len(sets) != len(items) or not all(isinstance(s, ConvexSet) for s in sets):
+        if (
+            not isinstance(sets, Sequence)
+            or len(sets) != len(items)
+            or not all(isinstance(s, ConvexSet) for s in sets)
+        ):
             raise ValueError(
                 f"`{self.call}({self.name}_set=...)` must be one set, or a list with one set for each of the {len(items)} "
                 "declared items."
@@ -155,4 +161,6 @@ class Declaration:
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that a solver takes."""
         named = zip(self.levels, self.units, strict=True)
-        return [{"params": level.parameters, "level": level.name, "unit": unit} for level, unit in named]
+        return [
+            {"params": level.parameters, "level": level.name, "unit": unit} for level, unit in named
+        ]

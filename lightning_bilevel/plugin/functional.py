@@ -25,7 +25,9 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise TypeError(f"a level was declared with a {type(item).__name__}: it takes modules and parameters.")
+            raise TypeError(
+                f"a level was declared with a {type(item).__name__}: it takes modules and parameters."
+            )
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
 
@@ -94,7 +96,9 @@ class ModuleFunctions:
                 for name, tensor in entries.items():
                     if tensor is not None:
                         homes.setdefault(id(tensor), []).append((entries, name))
-            buffers |= {id(buffer): buffer for buffer in layer._buffers.values() if buffer is not None}
+            buffers |= {
+                id(buffer): buffer for buffer in layer._buffers.values() if buffer is not None
+            }
         levels = [list(upper), list(lower)]
         self.homes = [[homes[id(p)] for p in level] for level in levels]
         self.shapes = [[p.shape for p in level] for level in levels]
@@ -102,7 +106,10 @@ class ModuleFunctions:
         # A batch-normalisation layer writes its running statistics on every call, also at trial points that are rejected
         # later. It writes into these copies.
         known = {id(buffer) for buffer in written}
-        self.shadows = [_Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in known) for i, buffer in buffers.items()]
+        self.shadows = [
+            _Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in known)
+            for i, buffer in buffers.items()
+        ]
 
     def compare_buffers(self) -> None:
         """Look for all buffers that the calls so far have written to."""
@@ -114,13 +121,20 @@ class ModuleFunctions:
         """The module's buffers that calls write to, such as the running statistics of batch normalisation."""
         return [shadow.live for shadow in self.shadows if shadow.written]
 
-    def call(self, method: str, *args: Any, x: Tensor | None = None, y: Tensor | None = None) -> Any:
+    def call(
+        self, method: str, *args: Any, x: Tensor | None = None, y: Tensor | None = None
+    ) -> Any:
         """Return module.method(*args) at flat x and y; a level that is left out keeps the module's own parameters."""
         new: list[tuple[Places, Tensor]] = []
-        for homes, shapes, sizes, vector in zip(self.homes, self.shapes, self.sizes, (x, y), strict=True):
+        for homes, shapes, sizes, vector in zip(
+            self.homes, self.shapes, self.sizes, (x, y), strict=True
+        ):
             if vector is not None:
                 blocks = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
-                new.extend((places, block.view(shape)) for places, shape, block in zip(homes, shapes, blocks, strict=True))
+                new.extend(
+                    (places, block.view(shape))
+                    for places, shape, block in zip(homes, shapes, blocks, strict=True)
+                )
         try:
             new.extend((shadow.places, shadow.fresh()) for shadow in self.shadows)
             own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
@@ -141,7 +155,9 @@ class ModuleFunctions:
                 entries[name] = mine
 
 
-def problem_of(functions: ModuleFunctions, batch: dict[str, Any], upper_set: ConvexSet, lower_set: ConvexSet) -> BilevelProblem:
+def problem_of(
+    functions: ModuleFunctions, batch: dict[str, Any], upper_set: ConvexSet, lower_set: ConvexSet
+) -> BilevelProblem:
     """Return f and g on a batch ``{"upper": ..., "lower": ...}``: the losses of a module, summed over chunks by their shares."""
     call = functions.call
     has_features = functions.module.lower_features is not None
@@ -165,8 +181,14 @@ def problem_of(functions: ModuleFunctions, batch: dict[str, Any], upper_set: Con
 
     upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
     return BilevelProblem(
-        [weighted(upper_loss(part), share) for part, share in zip(upper.batches, upper.shares, strict=True)],
-        [weighted(lower_loss(part), share) for part, share in zip(lower.batches, lower.shares, strict=True)],
+        [
+            weighted(upper_loss(part), share)
+            for part, share in zip(upper.batches, upper.shares, strict=True)
+        ],
+        [
+            weighted(lower_loss(part), share)
+            for part, share in zip(lower.batches, lower.shares, strict=True)
+        ],
         upper_set,
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,

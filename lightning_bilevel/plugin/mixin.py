@@ -26,7 +26,12 @@ from lightning_bilevel.plugin.checkpoints import (
     saved_start,
     write_record,
 )
-from lightning_bilevel.plugin.checks import check_all_declared, check_optimizer, check_own, check_trainer
+from lightning_bilevel.plugin.checks import (
+    check_all_declared,
+    check_optimizer,
+    check_own,
+    check_trainer,
+)
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.processes import check_same_point, shared_problem
@@ -115,12 +120,16 @@ class BilevelMixin:
         # From the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
         if solver is None:
-            raise ValueError(f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`.")
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
+            )
         call = f"{type(self).__name__}.declare"
         levels = Level(call, "upper", upper, upper_set), Level(call, "lower", lower, lower_set)
         for level in levels:
             check_own(self._module(), level)
-        self._declaration = Declaration(*levels, (upper_unit, lower_unit), solver, envelope, qualification)
+        self._declaration = Declaration(
+            *levels, (upper_unit, lower_unit), solver, envelope, qualification
+        )
         # A solver is built here to refuse bad arguments before any data are loaded; that of a run is built when it starts.
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
@@ -187,7 +196,13 @@ class BilevelMixin:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say in the checkpoint which solver and which problem it is of."""
         self._declared()
-        write_record(type(self).__name__, checkpoint, self._run.solver, self._run.certifier.start, self._run.last)
+        write_record(
+            type(self).__name__,
+            checkpoint,
+            self._run.solver,
+            self._run.certifier.start,
+            self._run.last,
+        )
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -238,7 +253,12 @@ class BilevelMixin:
         """Seconds that certificates have taken since the start of fit."""
         return self._run.certifier.seconds
 
-    def restore(self, point: tuple[Tensor, Tensor], multiplier: float, buffers: dict[str, Tensor] | None = None) -> None:
+    def restore(
+        self,
+        point: tuple[Tensor, Tensor],
+        multiplier: float,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> None:
         """Write a point that the run has come by, and end with it; a checkpoint still goes on from where the run was.
 
         Args:
@@ -272,7 +292,9 @@ class BilevelMixin:
         envelope = envelope or self.envelope
         if envelope is None:
             return None
-        multiplier = run.solver.multiplier if run.certifier.multiplier is None else run.certifier.multiplier
+        multiplier = (
+            run.solver.multiplier if run.certifier.multiplier is None else run.certifier.multiplier
+        )
         label = run.batches.label(self._module()._trainer) if batch is None else ""
         question = Question(current.problem, envelope, tolerance, multiplier, evaluated_on=label)
         return run.certifier.certify(question, self.point, declared.qualification, self.last_step)
@@ -290,7 +312,9 @@ class BilevelMixin:
 
         The first one may always be evaluated, and one that is known already costs nothing.
         """
-        return self.last_step is not None and self._run.certifier.may_evaluate(share, self.last_step)
+        return self.last_step is not None and self._run.certifier.may_evaluate(
+            share, self.last_step
+        )
 
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)
@@ -311,12 +335,16 @@ class BilevelMixin:
     def _problem_on(self, batch: Any) -> BatchProblem:
         return self._run.batches.problem_on(batch, self._make_problem)
 
-    def _make_problem(self, batch: Any, contents: list[tuple[Any, int]], before: BatchProblem | None) -> BatchProblem:
+    def _make_problem(
+        self, batch: Any, contents: list[tuple[Any, int]], before: BatchProblem | None
+    ) -> BatchProblem:
         """Make the problem on a batch; the first one of a run is checked where the run starts."""
         declared, run, module = self._declared(), self._run, self._module()
         point = declared.feasible_point() if before is None else None
         split = before is None or before.is_split
-        problem, part = shared_problem(module, self.bilevel_problem, module._trainer, batch, point=point, split=split)
+        problem, part = shared_problem(
+            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
+        )
         if point is not None:
             start = problem.check(*point)
             run.certifier.start = run.certifier.start or start
@@ -327,7 +355,9 @@ class BilevelMixin:
         """Let the buffers that evaluations write to follow to the point that was reached."""
         buffers = self._run.buffers
         if buffers.live:
-            buffers.follow(partial(self._losses, current.part), shared=current.problem.reduce is not None)
+            buffers.follow(
+                partial(self._losses, current.part), shared=current.problem.reduce is not None
+            )
             if buffers.matter:
                 # Another function than before: nothing that is known of the point holds any more.
                 self._run.batches.forget_points()
@@ -337,7 +367,13 @@ class BilevelMixin:
         total = 0.0
         split = self.lower_features or self.lower_outputs
         for part in as_chunks(batch["lower"]).batches:
-            total += float((self.lower_loss(part, split(part)) if split is not None else self.lower_loss(part)).detach())
+            total += float(
+                (
+                    self.lower_loss(part, split(part))
+                    if split is not None
+                    else self.lower_loss(part)
+                ).detach()
+            )
         for part in as_chunks(batch["upper"]).batches:
             total += float(self.upper_loss(part).detach())
         return total

@@ -20,7 +20,15 @@ from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["agree", "any_of", "check_parts", "check_same_point", "part_of", "shared_problem", "total"]
+__all__ = [
+    "agree",
+    "any_of",
+    "check_parts",
+    "check_same_point",
+    "part_of",
+    "shared_problem",
+    "total",
+]
 
 _Level = Callable[[BilevelProblem, Tensor, Tensor], tuple[float, Tensor]]
 
@@ -66,7 +74,9 @@ def shared_problem(
                 check_parts(name, whole, spread, *point, batch, part)
             return spread, part
         except ValueError:
-            if not any(isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()):
+            if not any(
+                isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
+            ):
                 raise
             rank_zero_warn(
                 f"`{name}` has batch normalisation, which looks at a whole batch: each of the {world} processes evaluates "
@@ -95,7 +105,9 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
             return batch, 0.0
         return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
     for chunk, size in zip(chunks.batches, sizes, strict=True):
-        _check_lengths(chunk, size)  # of all chunks, so that all processes refuse what one of them cannot cut
+        _check_lengths(
+            chunk, size
+        )  # of all chunks, so that all processes refuse what one of them cannot cut
     count = sum(sizes)
     first, last = count * rank // world, count * (rank + 1) // world
     if first == last:
@@ -104,7 +116,9 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
     for chunk, size in zip(chunks.batches, sizes, strict=True):
         a, b = max(first - start, 0), min(last - start, size)
         if a < b:
-            parts.append(map_tensors(lambda tensor, a=a, b=b: tensor[a:b] if tensor.ndim else tensor, chunk))  # type: ignore[misc]
+            parts.append(
+                map_tensors(lambda tensor, a=a, b=b: tensor[a:b] if tensor.ndim else tensor, chunk)
+            )  # type: ignore[misc]
         start += size
     return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
 
@@ -138,7 +152,9 @@ def agree(tensors: Iterable[Any], device: torch.device) -> bool:
     for leaf in tensors:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
         elif leaf is None or isinstance(leaf, (str, int, float, bool)):
             digest.update(repr(leaf).encode())
     mine = int.from_bytes(digest.digest(), "big")
@@ -186,8 +202,14 @@ def check_parts(
         except _PartError as error:
             count, own = (sum(map(samples_in, as_chunks(of[key]).batches)) for of in (batch, mine))
             cause = error.__cause__
-            fails = "the part of another process" if cause is None else f"this process's part of {own}"
-            why = "" if cause is None else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
+            fails = (
+                "the part of another process" if cause is None else f"this process's part of {own}"
+            )
+            why = (
+                ""
+                if cause is None
+                else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
+            )
             raise ValueError(
                 f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: over several processes a loss "
                 "must be a mean over whichever samples it is given, and must find what belongs to a sample by its number, "
@@ -195,7 +217,10 @@ def check_parts(
             ) from cause
         slope = max(norm(one_slope), norm(added_slope))
         scale = max(abs(one), abs(added)) + slope * size
-        if abs(one - added) > tolerance * scale or norm(one_slope - added_slope) > tolerance * slope:
+        if (
+            abs(one - added) > tolerance * scale
+            or norm(one_slope - added_slope) > tolerance * slope
+        ):
             raise ValueError(
                 f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the parts of {world_size()} "
                 f"processes ({added:.9g}), in value or gradient: over several processes a loss must be a mean over samples, not "
@@ -239,4 +264,6 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
-    return _upper(BilevelProblem(problem.lower_terms, problem.lower_terms, reduce=problem.reduce), x, y)
+    return _upper(
+        BilevelProblem(problem.lower_terms, problem.lower_terms, reduce=problem.reduce), x, y
+    )

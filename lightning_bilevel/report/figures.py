@@ -23,7 +23,9 @@ PALETTE = {
     "black": "#000000",
 }
 # A solver has the same colour in every figure.
-_SOLVERS = dict(zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True))
+_SOLVERS = dict(
+    zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True)
+)
 _STYLES = ("-", "--", ":", "-.")
 _BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 # What is drawn of a run, panel by panel: the name of a series, its label, its colour and the style
@@ -87,7 +89,9 @@ def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
             # of powers.
             axis.minorticks_off()
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
-            axis.set_title(title, y=1.0)  # a place of its own choice is found by measuring all ticks
+            axis.set_title(
+                title, y=1.0
+            )  # a place of its own choice is found by measuring all ticks
             axis.grid(alpha=0.3)
             if any(label for _, label, *_ in lines):
                 axis.legend(frameon=False, fontsize=8)
@@ -96,17 +100,24 @@ def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
         for axis in axes[max(len(panels) - columns, 0) : len(panels)]:
             axis.set_xlabel("outer iteration")
         top, bottom = 1 - 0.3 / (2.4 * rows), 0.5 / (2.4 * rows)
-        figure.subplots_adjust(left=0.08, right=0.985, top=top, bottom=bottom, wspace=0.2, hspace=0.35)
+        figure.subplots_adjust(
+            left=0.08, right=0.985, top=top, bottom=bottom, wspace=0.2, hspace=0.35
+        )
         canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _panels(series: Mapping[str, Any]) -> dict[str, list[tuple[str, str, str, str]]]:
-    panels = {title: [line for line in lines if line[0] in series] for title, lines in _PANELS.items()}
+    panels = {
+        title: [line for line in lines if line[0] in series] for title, lines in _PANELS.items()
+    }
     logged = [name for name in series if name.startswith("validation/")]
     colours = list(PALETTE)
-    panels["validation"] = [(name, name.split("/", 1)[1], colours[i % len(colours)], "o-") for i, name in enumerate(logged)]
+    panels["validation"] = [
+        (name, name.split("/", 1)[1], colours[i % len(colours)], "o-")
+        for i, name in enumerate(logged)
+    ]
     return {title: lines for title, lines in panels.items() if lines}
 
 

@@ -35,14 +35,26 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
         tally: The counts of the run that led there.
     """
     c = certificate
-    feasible = f"feasible to {c.feasibility:.1e}" if c.feasibility > 0.0 else f"feasible (R = {c.residual:.1e})"
+    feasible = (
+        f"feasible to {c.feasibility:.1e}"
+        if c.feasibility > 0.0
+        else f"feasible (R = {c.residual:.1e})"
+    )
     ratio = _ratio(c)
     parts = [
         *([f"evaluated on {c.evaluated_on}"] if c.evaluated_on else []),
-        *([f"not converged, the residuals are {ratio:.2g} times the gradient of f"] if ratio > _CONVERGED else []),
+        *(
+            [f"not converged, the residuals are {ratio:.2g} times the gradient of f"]
+            if ratio > _CONVERGED
+            else []
+        ),
         feasible,
         f"lower level within {c.prox_stationarity:.2g} of stationary (delta allows {c.stationarity_bound:.2g})",
-        *([f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack"] if _unenforced(c) else []),
+        *(
+            [f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack"]
+            if _unenforced(c)
+            else []
+        ),
         f"upper level stationary to {c.stationarity:.1e} and complementary to {c.complementarity:.1e}",
     ]
     if tally is not None and tally.penalised:
@@ -101,7 +113,11 @@ def _ratio(c: Certificate) -> float:
     """The KKT residuals in f as a part of the largest gradient of f seen; 0 where that of the start is not known."""
     # The feasibility is in the unit of g, where delta is the measure.
     seen = max(c.first_upper_gradient or 0.0, c.upper_gradient)
-    return max(c.stationarity, c.complementarity) / seen if c.first_upper_gradient is not None and seen > 0.0 else 0.0
+    return (
+        max(c.stationarity, c.complementarity) / seen
+        if c.first_upper_gradient is not None and seen > 0.0
+        else 0.0
+    )
 
 
 def _far_out(c: Certificate) -> bool:
@@ -118,7 +134,9 @@ def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
     if not tally.penalised:
         # Their steps and penalties are set by hand.
         ways.append("make the steps shorter if the values go up and down")
-        ways += ["give the lower level more weight or more steps"] if c.feasibility > c.delta else []
+        ways += (
+            ["give the lower level more weight or more steps"] if c.feasibility > c.delta else []
+        )
     way = ", or ".join(ways)
     return (
         f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, which a solution has below "

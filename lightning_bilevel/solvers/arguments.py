@@ -48,7 +48,13 @@ def checked_arguments(
         value = given[name]
         # A list is what YAML has for a pair.
         pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-        initial, power = (value.initial, value.power) if isinstance(value, Power) else value if pair else (value, 0.0)
+        initial, power = (
+            (value.initial, value.power)
+            if isinstance(value, Power)
+            else value
+            if pair
+            else (value, 0.0)
+        )
         valid = is_number(initial) and initial > 0 and is_number(power)
         require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
         result[name] = (float(initial), float(power))
@@ -57,7 +63,11 @@ def checked_arguments(
     for name in nonnegative:
         require(name, is_number(given[name]) and given[name] >= 0, "nonnegative and finite")
     for name in whole:
-        require(name, is_number(given[name]) and given[name] == int(given[name]) >= 1, "a positive whole number")
+        require(
+            name,
+            is_number(given[name]) and given[name] == int(given[name]) >= 1,
+            "a positive whole number",
+        )
         result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))

@@ -54,7 +54,9 @@ class BilevelOptimizer(Optimizer, ABC):
     @property
     def constants(self) -> dict[str, Any]:
         """The hyper-parameters as they are now (after a load: the saved ones)."""
-        return {name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT}
+        return {
+            name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT
+        }
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -67,12 +69,22 @@ class BilevelOptimizer(Optimizer, ABC):
     def progress(self) -> Progress:
         """How far the run has come."""
         m = self.memory
-        return Progress(m["iteration"], m["inner_iterations"], m["passes"], m["optimization_time"], m.get("penalty_updates"))
+        return Progress(
+            m["iteration"],
+            m["inner_iterations"],
+            m["passes"],
+            m["optimization_time"],
+            m.get("penalty_updates"),
+        )
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
         """The constants that are known, for those who show a run."""
-        return {name: value for name, value in self.constants.items() if value is not None and name != "lr"}
+        return {
+            name: value
+            for name, value in self.constants.items()
+            if value is not None and name != "lr"
+        }
 
     @property
     def envelope(self) -> Envelope | None:
@@ -90,7 +102,9 @@ class BilevelOptimizer(Optimizer, ABC):
         return None
 
     @abstractmethod
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, StepInfo]:
         """Do one outer iteration.
 
         Args:
@@ -138,11 +152,15 @@ class BilevelOptimizer(Optimizer, ABC):
                 spent, scaled = scaled.calls, self._in_units(problem)
                 scaled.calls, x = spent, x / factor
             new_x, new_y, info = self.advance(scaled, x, y)
-            step = math.hypot(norm(new_x - x), norm(new_y - y)) if math.isnan(info.step) else info.step
+            step = (
+                math.hypot(norm(new_x - x), norm(new_y - y)) if math.isnan(info.step) else info.step
+            )
             # Before it is written: the parameters stay at the last good point.
             if not math.isfinite(step):
                 sizes = f"{norm(x):.3g}, {norm(y):.3g}"
-                raise NonFiniteError(f"the step from a point with norms {sizes} has the length {step}: make steps shorter.")
+                raise NonFiniteError(
+                    f"the step from a point with norms {sizes} has the length {step}: make steps shorter."
+                )
         except BaseException as error:
             memory.clear()
             memory.update(before)
@@ -182,7 +200,8 @@ class BilevelOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run, also one that was saved before units were an option of the groups."""
         groups = [
-            {"unit": mine["unit"], **saved} for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
+            {"unit": mine["unit"], **saved}
+            for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
         ]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
@@ -215,7 +234,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """Return x and y: the very tensors of the last iteration if problem and parameters are still the same."""
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         # A process that evaluates anew what another one knows would wait for it for ever.
-        unchanged = problem.mean_over_ranks(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
+        unchanged = (
+            problem.mean_over_ranks(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
+        )
         return self._point[1:] if unchanged and self._point else self._read(problem)
 
     def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -232,7 +253,9 @@ class BilevelOptimizer(Optimizer, ABC):
     def _read(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
         """Read x and y from the parameters, and into their sets if they are outside."""
         point = []
-        levels = zip(self.param_groups, (problem.upper_set, problem.lower_set), self._units, strict=True)
+        levels = zip(
+            self.param_groups, (problem.upper_set, problem.lower_set), self._units, strict=True
+        )
         for group, convex_set, unit in levels:
             given = torch.cat([p.detach().reshape(-1) for p in group["params"]])
             saved = self.memory.get(f"{group['level']}_in_units")
@@ -273,9 +296,13 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
     rule = 'two groups, [{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]'
     if not all(isinstance(group, dict) for group in groups):
         raise TypeError(f"`{name}(params)` must be {rule}.")
-    by_level = {group.get("level"): {**group, "params": _as_list(group["params"])} for group in groups}
+    by_level = {
+        group.get("level"): {**group, "params": _as_list(group["params"])} for group in groups
+    }
     if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
-        raise ValueError(f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs {rule}.")
+        raise ValueError(
+            f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs {rule}."
+        )
     ordered = [by_level["upper"], by_level["lower"]]
     for group in ordered:
         if not group["params"] or not sum(p.numel() for p in group["params"]):
@@ -288,7 +315,9 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
         raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
     kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
     if len(kinds) > 1:
-        raise ValueError(f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one dtype and device.")
+        raise ValueError(
+            f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one dtype and device."
+        )
     dtype = ordered[0]["params"][0].dtype
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(

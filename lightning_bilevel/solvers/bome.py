@@ -74,11 +74,17 @@ class BOME(BilevelOptimizer):
     ) -> None:
         given = {"xi": xi, "alpha": alpha, "eta": eta, "T": T, "barrier": barrier}
         constants = checked_arguments(
-            "BOME", given, positive=("xi", "alpha", "eta"), whole=("T",), choices={"barrier": get_args(Barrier)}
+            "BOME",
+            given,
+            positive=("xi", "alpha", "eta"),
+            whole=("T",),
+            choices={"barrier": get_args(Barrier)},
         )
         super().__init__(params, {"lr": xi, **constants})
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
         theta = descend(here, y, c["alpha"], c["T"], Y)
         f, q = problem.upper(x, y), here.gap(y, theta)
@@ -89,5 +95,7 @@ class BOME(BilevelOptimizer):
         weight = max((phi - product) / (square + _GUARD), 0.0)
         x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], X)
         y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], Y)
-        info = MultiplierInfo(upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight)
+        info = MultiplierInfo(
+            upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight
+        )
         return x_new, y_new, info

@@ -69,7 +69,14 @@ class F2SA(BilevelOptimizer):
         T: int = 1,
         multiplier: Growth = "growing",
     ) -> None:
-        given = {"alpha": alpha, "gamma": gamma, "xi": xi, "lambda0": lambda0, "T": T, "multiplier": multiplier}
+        given = {
+            "alpha": alpha,
+            "gamma": gamma,
+            "xi": xi,
+            "lambda0": lambda0,
+            "T": T,
+            "multiplier": multiplier,
+        }
         constants = checked_arguments(
             "F2SA",
             given,
@@ -80,8 +87,16 @@ class F2SA(BilevelOptimizer):
         )
         super().__init__(params, {"lr": xi * value_at(constants["alpha"], 0), **constants})
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, k, here, X, Y = self.constants, self.memory["iteration"], problem.at(x), problem.upper_set, problem.lower_set
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
+        c, k, here, X, Y = (
+            self.constants,
+            self.memory["iteration"],
+            problem.at(x),
+            problem.upper_set,
+            problem.lower_set,
+        )
         alpha, gamma, weight = value_at(c["alpha"], k), value_at(c["gamma"], k), c["lambda0"]
         if c["multiplier"] == "growing":
             weight *= value_at(c["alpha"], 0) / alpha  # lambda_k = lambda_0 alpha_0 / alpha_k
@@ -94,5 +109,7 @@ class F2SA(BilevelOptimizer):
         lower, gap_x = here.gap_x(y_new, z)
         x_new = plain(x, problem.upper_x(x, y_new) + weight * gap_x, c["xi"] * alpha, X)
         self.memory["z"] = z
-        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight)
+        info = MultiplierInfo(
+            upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight
+        )
         return x_new, y_new, info

@@ -24,18 +24,28 @@ __all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "checked_steps", "prox_s
 GROWING = Power(1.0, 0.25)
 
 
-def checked_steps(solver: str, choices: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+def checked_steps(
+    solver: str, choices: dict[str, Any] | None = None, **given: Any
+) -> dict[str, Any]:
     """Return the checked arguments of a method on a penalised Moreau gap, with the learning rate that it starts with."""
-    constants = checked_arguments(solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices)
+    constants = checked_arguments(
+        solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices
+    )
     return {"lr": value_at(constants["alpha"], 0), **constants}
 
 
-def prox_step(lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet) -> Tensor:
+def prox_step(
+    lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet
+) -> Tensor:
     r"""Return :math:`\theta^+ = P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
-    return projected_step(theta, slope_of_psi(lower.gradient(theta), theta, y, gamma), eta, lower_set)
+    return projected_step(
+        theta, slope_of_psi(lower.gradient(theta), theta, y, gamma), eta, lower_set
+    )
 
 
-def bracket_x(problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float) -> Tensor:
+def bracket_x(
+    problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float
+) -> Tensor:
     r"""Return :math:`d_x = \nabla_x f(x, y)/c + \nabla_x g(x, y) - \nabla_x g(x, \theta)`."""
     _, gap_x = lower.gap_x(y, theta)
     return torch.add(gap_x, problem.upper_x(lower.x, y), alpha=1 / c)
@@ -99,11 +109,22 @@ class MEHA(BilevelOptimizer):
         gamma: float = 1.0,
         c: float | Power = GROWING,
     ) -> None:
-        super().__init__(params, checked_steps("MEHA", alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c))
+        super().__init__(
+            params, checked_steps("MEHA", alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c)
+        )
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
-        k, gamma, X, Y = self.memory["iteration"], self.constants["gamma"], problem.upper_set, problem.lower_set
-        alpha, beta, eta, c = (value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c"))
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, StepInfo]:
+        k, gamma, X, Y = (
+            self.memory["iteration"],
+            self.constants["gamma"],
+            problem.upper_set,
+            problem.lower_set,
+        )
+        alpha, beta, eta, c = (
+            value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
+        )
         here = problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
         x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, X)

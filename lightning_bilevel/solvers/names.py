@@ -25,7 +25,13 @@ class Name(NamedTuple):
     penalised: bool = False
 
 
-_FEASIBILITY, _KKT, _PENALTY, _SEARCH, _COST = "feasibility", "KKT", "penalty", "line search", "cost"
+_FEASIBILITY, _KKT, _PENALTY, _SEARCH, _COST = (
+    "feasibility",
+    "KKT",
+    "penalty",
+    "line search",
+    "cost",
+)
 _DISTANCE = (_FEASIBILITY, "|y - z| and its bound where R <= 0")
 _RESIDUALS = (_KKT, "residuals")
 _MAXIMUM = (_KKT, "their maximum, and the best so far")
@@ -38,7 +44,9 @@ NAMES = (
     Name("bilevel/upper", "upper level f", ("objective", "upper level f"), "upper"),
     Name("bilevel/lower", "lower level g", ("objective", "lower level g"), "lower"),
     Name("bilevel/step", "length of the step", ("objective", "step"), "step"),
-    Name("bilevel/violation", "violation of the lower level, [R]+", (_FEASIBILITY, "violation [R]+")),
+    Name(
+        "bilevel/violation", "violation of the lower level, [R]+", (_FEASIBILITY, "violation [R]+")
+    ),
     Name(
         "bilevel/moreau_gap",
         "Moreau gap R as the solver sees it",
@@ -55,23 +63,63 @@ NAMES = (
     Name("bilevel/kkt_best", "the smallest maximum so far", _MAXIMUM),
     Name("bilevel/kkt_multiplier", "multiplier of the certificate", _MULTIPLIER),
     Name("bilevel/multiplier", "multiplier of the solver", _MULTIPLIER, "multiplier"),
-    Name("bilevel/penalty", "inverse penalty gamma: it falls as the penalty grows", _GAMMA, "gamma", penalised=True),
+    Name(
+        "bilevel/penalty",
+        "inverse penalty gamma: it falls as the penalty grows",
+        _GAMMA,
+        "gamma",
+        penalised=True,
+    ),
     Name("bilevel/penalty_at_update", "gamma after an update", _GAMMA, penalised=True),
-    Name("bilevel/penalty_updates", "updates of the penalty so far", attribute="penalty_updates", penalised=True),
-    Name("bilevel/penalty_constant_for", "iterations since then", (_PENALTY, "iterations since the last update"), penalised=True),
+    Name(
+        "bilevel/penalty_updates",
+        "updates of the penalty so far",
+        attribute="penalty_updates",
+        penalised=True,
+    ),
+    Name(
+        "bilevel/penalty_constant_for",
+        "iterations since then",
+        (_PENALTY, "iterations since the last update"),
+        penalised=True,
+    ),
     Name("bilevel/smoothing", "smoothing mu", (_PENALTY, "smoothing mu"), "mu", penalised=True),
-    Name("bilevel/accuracy", "accuracy zeta of the Moreau evaluation", (_PENALTY, "accuracy zeta"), "zeta", penalised=True),
+    Name(
+        "bilevel/accuracy",
+        "accuracy zeta of the Moreau evaluation",
+        (_PENALTY, "accuracy zeta"),
+        "zeta",
+        penalised=True,
+    ),
     Name("bilevel/trials", "trials of the line search", attribute="trials", penalised=True),
-    Name("bilevel/mean_trials", "trials per iteration", (_SEARCH, "trials per iteration"), penalised=True),
+    Name(
+        "bilevel/mean_trials",
+        "trials per iteration",
+        (_SEARCH, "trials per iteration"),
+        penalised=True,
+    ),
     Name("bilevel/curvature", "accepted L", _CURVATURE, "L", penalised=True),
     Name("bilevel/curvature_start", "L of the first trial", _CURVATURE, "L_start", penalised=True),
     Name("bilevel/calls_upper", "evaluations of f so far", _CALLS),
     Name("bilevel/calls_lower", "evaluations of the gradient of g so far", _CALLS),
     Name("bilevel/calls_gap", "evaluations of the gap so far", _CALLS),
     Name("bilevel/passes", "forward and backward passes so far", attribute="passes"),
-    Name("bilevel/inner_iterations", "gradient steps on the lower level", attribute="inner_iterations"),
-    Name("bilevel/mean_inner_iterations", "the same, on average", (_COST, "inner iterations per outer iteration")),
-    Name("bilevel/optimization_time", "seconds in the solver", (_COST, "optimisation time (s)"), "optimization_time"),
+    Name(
+        "bilevel/inner_iterations",
+        "gradient steps on the lower level",
+        attribute="inner_iterations",
+    ),
+    Name(
+        "bilevel/mean_inner_iterations",
+        "the same, on average",
+        (_COST, "inner iterations per outer iteration"),
+    ),
+    Name(
+        "bilevel/optimization_time",
+        "seconds in the solver",
+        (_COST, "optimisation time (s)"),
+        "optimization_time",
+    ),
 )
 
 

@@ -79,12 +79,23 @@ class PNGBiO(BilevelOptimizer):
         norms: Norms = "separate",
     ) -> None:
         choices = {"norms": get_args(Norms)}
-        given = checked_steps("PNGBiO", choices, alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c, norms=norms)
+        given = checked_steps(
+            "PNGBiO", choices, alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c, norms=norms
+        )
         super().__init__(params, given)
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
-        k, gamma, X, Y = self.memory["iteration"], self.constants["gamma"], problem.upper_set, problem.lower_set
-        alpha, beta, eta, c = (value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c"))
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, StepInfo]:
+        k, gamma, X, Y = (
+            self.memory["iteration"],
+            self.constants["gamma"],
+            problem.upper_set,
+            problem.lower_set,
+        )
+        alpha, beta, eta, c = (
+            value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
+        )
         here = problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
         if self.constants["norms"] == "joint":

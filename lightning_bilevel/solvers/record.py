@@ -43,7 +43,13 @@ class StepInfo:
     optimization_time: float = 0.0
 
     # The attributes that are logged at the interval, and those that an ordinary progress bar shows.
-    LOGGED: ClassVar[tuple[str, ...]] = ("upper", "lower", "step", "inner_iterations", "optimization_time")
+    LOGGED: ClassVar[tuple[str, ...]] = (
+        "upper",
+        "lower",
+        "step",
+        "inner_iterations",
+        "optimization_time",
+    )
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "lower")
 
     def metrics(self) -> dict[str, float]:

@@ -96,15 +96,26 @@ class SLM(BilevelOptimizer):
             choices={"restart": (True, False), "dual": get_args(Dual)},
         )
         if dual == "damped" and tau > 1:
-            raise ValueError(f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the multiplier.")
+            raise ValueError(
+                f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the multiplier."
+            )
         super().__init__(params, {"lr": eta, **constants})
         self.memory["lambda"] = float(lambda0)
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, weight, X, Y = self.constants, self.memory["lambda"], problem.upper_set, problem.lower_set
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
+        c, weight, X, Y = (
+            self.constants,
+            self.memory["lambda"],
+            problem.upper_set,
+            problem.lower_set,
+        )
         # In the damped reading gamma and tau belong to the multiplier.
         damped = c["dual"] == "damped"
-        inner_step, dual_step, damping = (c["alpha"], c["gamma"], c["tau"]) if damped else (c["gamma"], c["tau"], 0.0)
+        inner_step, dual_step, damping = (
+            (c["alpha"], c["gamma"], c["tau"]) if damped else (c["gamma"], c["tau"], 0.0)
+        )
         here = problem.at(x)
         z = descend(here, y if c["restart"] else remembered(self, "z", y), inner_step, c["T"], Y)
         f, gap = problem.upper(x, y), here.gap(y, z)
@@ -116,5 +127,7 @@ class SLM(BilevelOptimizer):
         self.memory["lambda"] = max(0.0, (1 - damping) * weight + dual_step * slack)
         if not c["restart"]:
             self.memory["z"] = z
-        info = MultiplierInfo(upper=f.value, lower=lower, inner_iterations=c["T"], lr=c["eta"], multiplier=weight)
+        info = MultiplierInfo(
+            upper=f.value, lower=lower, inner_iterations=c["T"], lr=c["eta"], multiplier=weight
+        )
         return x_new, y_new, info

@@ -74,7 +74,9 @@ class VPBGD(BilevelOptimizer):
         )
         super().__init__(params, {"lr": alpha, **constants})
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, MultiplierInfo]:
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
         alpha, gamma = c["alpha"], value_at(c["gamma"], self.memory["iteration"])
         w = descend(here, y if c["restart"] else remembered(self, "w", y), c["beta"], c["T"], Y)
@@ -83,5 +85,7 @@ class VPBGD(BilevelOptimizer):
         y_new = plain(y, f.grad_y + gamma * gap.grad_y, alpha, Y)
         if not c["restart"]:
             self.memory["w"] = w
-        info = MultiplierInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["T"], lr=alpha, multiplier=gamma)
+        info = MultiplierInfo(
+            upper=f.value, lower=gap.value_y, inner_iterations=c["T"], lr=alpha, multiplier=gamma
+        )
         return x_new, y_new, info

@@ -34,7 +34,14 @@ def check(run: dict[str, Any], kills: int) -> None:
     assert run["writing"] == kills // 2
     assert run["equal"]
     assert run["steps"] == sorted(run["steps"])  # no kill cost what had been saved
-    assert run["left"] == ["certificate.json", "config.yaml", "convergence.png", "last.ckpt", "log.txt", "run.yaml"]
+    assert run["left"] == [
+        "certificate.json",
+        "config.yaml",
+        "convergence.png",
+        "last.ckpt",
+        "log.txt",
+        "run.yaml",
+    ]
 
 
 def test_ten_kills_later_a_run_ends_where_it_would_have(crashes: dict[str, Any]) -> None:

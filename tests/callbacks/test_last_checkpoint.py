@@ -52,7 +52,9 @@ def test_an_error_saves_the_last_point(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 4
     assert same_parameters(good, bad)
-    assert all(torch.equal(saved["state_dict"][name], tensor) for name, tensor in good.state_dict().items())
+    assert all(
+        torch.equal(saved["state_dict"][name], tensor) for name, tensor in good.state_dict().items()
+    )
 
 
 def test_a_refused_resume_leaves_the_checkpoint(tmp_path: Path) -> None:
@@ -84,14 +86,18 @@ def test_it_saves_at_its_interval_whatever_the_epochs(tmp_path: Path, length: in
             steps.append(trainer.global_step)
             super()._save_checkpoint(trainer, filepath)
 
-    run = trainer(tmp_path, max_steps=20, callbacks=[Saves(tmp_path, 1e-9)], enable_checkpointing=True)
+    run = trainer(
+        tmp_path, max_steps=20, callbacks=[Saves(tmp_path, 1e-9)], enable_checkpointing=True
+    )
     run.fit(Weighting(), datamodule=weighting_data(epoch_length=length))
     assert len(steps) >= 10
     assert steps[-1] == 20
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     real, calls = getattr(os, fails), [0]
 
     def full(*args: Any) -> Any:
@@ -101,22 +107,25 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch:
         return real(*args)
 
     monkeypatch.setattr(files.os, fails, full)
-    sentence = (
-        r"checkpoint .*last.ckpt could not be written \(.*No space left on device\): the one before, of iteration 2, is still"
-    )
+    sentence = r"checkpoint .*last.ckpt could not be written \(.*No space left on device\): the one before, of iteration 2, is still"
     with pytest.raises(CheckpointError, match=sentence):
         run_with(tmp_path, LastCheckpoint(tmp_path, 1e-9), Weighting())
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     monkeypatch.undo()
     resumed = run_with(tmp_path, LastCheckpoint(tmp_path), Weighting(), ckpt_path="last")
-    assert same_parameters(resumed, run_with(tmp_path, LastCheckpoint(tmp_path / "other"), Weighting()))
+    assert same_parameters(
+        resumed, run_with(tmp_path, LastCheckpoint(tmp_path / "other"), Weighting())
+    )
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     module = Weighting()
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*file/inside .*name another folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint can be written to .*file/inside .*name another folder",
+    ):
         run_with(tmp_path, LastCheckpoint(tmp_path / "file" / "inside"), module)
     assert module.last_step is None
 
@@ -133,7 +142,14 @@ def test_the_command_line_says_what_is_wrong_with_the_folder(
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", broken)
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", str(SYNTHETIC / "ivsp.yaml"), f"--trainer.default_root_dir={tmp_path}"])
+        main(
+            [
+                "fit",
+                "--config",
+                str(SYNTHETIC / "ivsp.yaml"),
+                f"--trainer.default_root_dir={tmp_path}",
+            ]
+        )
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert f"lightning-bilevel: [Errno {number}] {os.strerror(number)}: '{tmp_path}'" in error
@@ -167,7 +183,9 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     assert json.loads((tmp_path / "out" / "ivsp" / "result.json").read_text())["error"] is None
 
 
-def test_the_command_line_keeps_a_users_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_keeps_a_users_own_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     content = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
     content["trainer"]["default_root_dir"] = str(tmp_path)
@@ -177,5 +195,7 @@ def test_the_command_line_keeps_a_users_own_checkpoints(tmp_path: Path, monkeypa
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             run = BilevelCLI(["--config", str(tmp_path / "run.yaml")], run=False).trainer
-        assert [type(callback) for callback in run.checkpoint_callbacks] == [ModelCheckpoint if own else LastCheckpoint]
+        assert [type(callback) for callback in run.checkpoint_callbacks] == [
+            ModelCheckpoint if own else LastCheckpoint
+        ]
         assert isinstance(run.strategy.checkpoint_io, WholeFileIO)

@@ -63,12 +63,19 @@ def trainer(tmp_path: Path, **kwargs: Any) -> Trainer:
 def series(logger: TensorBoardLogger, name: str) -> dict[int, float]:
     """What was logged under a tag, by step."""
     found = events(Path(logger.log_dir))
-    return {e.step: e.value for e in found.Scalars(f"bilevel/{name}")} if f"bilevel/{name}" in found.Tags()["scalars"] else {}
+    return (
+        {e.step: e.value for e in found.Scalars(f"bilevel/{name}")}
+        if f"bilevel/{name}" in found.Tags()["scalars"]
+        else {}
+    )
 
 
 def weighting(solver: Solver) -> Weighting:
     """With a delta that is too small to be reached soon."""
-    return Weighting(solver=solver.make(**({"delta": ENVELOPE.delta} if solver.is_ivsp else {})), envelope=ENVELOPE)
+    return Weighting(
+        solver=solver.make(**({"delta": ENVELOPE.delta} if solver.is_ivsp else {})),
+        envelope=ENVELOPE,
+    )
 
 
 def as_problem(module: Weighting, envelope: Envelope) -> Problem:
@@ -82,7 +89,9 @@ def as_problem(module: Weighting, envelope: Envelope) -> Problem:
 
     def logits(y: Tensor, inputs: Tensor) -> Tensor:
         weight, bias = torch.split(y, sizes)
-        return functional_call(module.classifier, {"weight": weight.view(3, 2), "bias": bias}, (inputs,))
+        return functional_call(
+            module.classifier, {"weight": weight.view(3, 2), "bias": bias}, (inputs,)
+        )
 
     def f(x: Tensor, y: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits(y, upper[0]), upper[1])
@@ -97,12 +106,16 @@ def as_problem(module: Weighting, envelope: Envelope) -> Problem:
 
 @every_solver
 @pytest.mark.parametrize("tolerance", [None, 1e-3])
-def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: Solver, tolerance: float | None) -> None:
+def test_monitors_agree_with_an_independent_computation(
+    tmp_path: Path, solver: Solver, tolerance: float | None
+) -> None:
     module = weighting(solver)
     monitors = [MoreauGapMonitor(tolerance=tolerance), KKTMonitor(tolerance=tolerance)]
     run = trainer(tmp_path, max_steps=15, precision="64-true", callbacks=monitors)
     run.fit(module, datamodule=weighting_data())
-    found = {name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()}
+    found = {
+        name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()
+    }
     x, y = module.point
     # f = grad f + multiplier * grad R needs z; its error is at most tolerance/m, and R's tolerance^2/(2 m).
     envelope = module.envelope
@@ -113,22 +126,33 @@ def test_monitors_agree_with_an_independent_computation(tmp_path: Path, solver: 
     assert found["violation"] == pytest.approx(expected[1], abs=t**2 / (2 * m) + 1e-8)
     assert found["kkt_feasibility"] == found["violation"]
     weight = 1 + found["kkt_multiplier"]
-    assert found["kkt_stationarity"] == pytest.approx(expected[0], rel=1e-5, abs=weight * 12 * t / m + 1e-6)
-    assert found["kkt_complementarity"] == pytest.approx(expected[2], rel=1e-5, abs=weight * (t**2 / (2 * m) + 1e-8))
-    assert found["kkt_residual"] == max(found[f"kkt_{name}"] for name in ("stationarity", "feasibility", "complementarity"))
+    assert found["kkt_stationarity"] == pytest.approx(
+        expected[0], rel=1e-5, abs=weight * 12 * t / m + 1e-6
+    )
+    assert found["kkt_complementarity"] == pytest.approx(
+        expected[2], rel=1e-5, abs=weight * (t**2 / (2 * m) + 1e-8)
+    )
+    assert found["kkt_residual"] == max(
+        found[f"kkt_{name}"] for name in ("stationarity", "feasibility", "complementarity")
+    )
     if solver.is_ivsp:
         assert found["kkt_multiplier"] == pytest.approx(module.last_step.multiplier, rel=1e-6)  # type: ignore[union-attr]
     elif tolerance is None:
         # The least-squares multiplier: no other has a smaller stationarity.
         for other in (0.9, 1.1):
-            assert expected[0] <= exact_residuals(problem, x, y, other * found["kkt_multiplier"])[0] + 1e-6
+            assert (
+                expected[0]
+                <= exact_residuals(problem, x, y, other * found["kkt_multiplier"])[0] + 1e-6
+            )
 
 
 @every_solver
 def test_watching_changes_nothing(tmp_path: Path, solver: Solver) -> None:
     plain, watched = weighting(solver), weighting(solver)
     recorders = [Recorder(), Recorder()]
-    trainer(tmp_path, max_steps=25, callbacks=[recorders[0]]).fit(plain, datamodule=weighting_data())
+    trainer(tmp_path, max_steps=25, callbacks=[recorders[0]]).fit(
+        plain, datamodule=weighting_data()
+    )
     monitors = [
         MoreauGapMonitor(every_n_steps=3),
         KKTMonitor(every_n_steps=4),
@@ -158,12 +182,20 @@ class Saver(Callback):
 def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int) -> None:
     def watched() -> list[Any]:
         look: dict[str, Any] = {"every_n_steps": 5, "share": 0}
-        monitors = [MoreauGapMonitor(**look), PenaltyMonitor(), KKTMonitor(**look), SolverMonitor(), ConvergencePlot(**look)]
+        monitors = [
+            MoreauGapMonitor(**look),
+            PenaltyMonitor(),
+            KKTMonitor(**look),
+            SolverMonitor(),
+            ConvergencePlot(**look),
+        ]
         return [*monitors, CertificateReport()]
 
     def run(callbacks: list[Any], **kwargs: Any) -> None:
         module = SineProblem(n=30, solver=PAPER)
-        ours = trainer(tmp_path, max_steps=80, precision="64-true", callbacks=callbacks, limit_val_batches=0)
+        ours = trainer(
+            tmp_path, max_steps=80, precision="64-true", callbacks=callbacks, limit_val_batches=0
+        )
         ours.fit(module, datamodule=FullBatchDataModule(epoch_length=10), **kwargs)
 
     whole, resumed = watched(), watched()
@@ -181,9 +213,13 @@ def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int) -> None:
 
 
 class TestPenaltyMonitor:
-    def run(self, tmp_path: Path, steps: int = 80, **kwargs: Any) -> tuple[PenaltyMonitor, Recorder]:
+    def run(
+        self, tmp_path: Path, steps: int = 80, **kwargs: Any
+    ) -> tuple[PenaltyMonitor, Recorder]:
         monitor, recorder = PenaltyMonitor(), Recorder()
-        ours = trainer(tmp_path, max_steps=steps, precision="64-true", callbacks=[monitor, recorder], **kwargs)
+        ours = trainer(
+            tmp_path, max_steps=steps, precision="64-true", callbacks=[monitor, recorder], **kwargs
+        )
         ours.fit(SineProblem(n=30, solver=PAPER), datamodule=FullBatchDataModule())
         return monitor, recorder
 
@@ -202,7 +238,9 @@ class TestPenaltyMonitor:
         assert monitor.constant_for == 80 - monitor.last_update
 
     @pytest.mark.parametrize("solver", [PAPER, partial(IVSP, gamma0=2.0, c2=100.0, delta=1e-6)])
-    def test_the_penalty_after_an_update_is_that_of_the_next_iteration(self, tmp_path: Path, solver: Any) -> None:
+    def test_the_penalty_after_an_update_is_that_of_the_next_iteration(
+        self, tmp_path: Path, solver: Any
+    ) -> None:
         """With the paper's grid and with IVSP's own, which halves."""
         monitor, recorder = PenaltyMonitor(), Recorder()
         ours = trainer(tmp_path, max_steps=120, precision="64-true", callbacks=[monitor, recorder])
@@ -226,7 +264,10 @@ class TestPenaltyMonitor:
         assert (constant[-1].step, constant[-1].value) == (80, monitor.constant_for)
         text = found.Tensors("penalty updates/text_summary")[-1].tensor_proto.string_val[0].decode()
         assert text == monitor.text()
-        assert f"Constant for the {monitor.constant_for} iterations since update {len(monitor.events)}" in text
+        assert (
+            f"Constant for the {monitor.constant_for} iterations since update {len(monitor.events)}"
+            in text
+        )
         assert text.count("\n| ") == len(monitor.events) + 1
 
     def test_nothing_to_report(self, tmp_path: Path) -> None:
@@ -253,10 +294,20 @@ class TestKKTMonitor:
     @every_solver
     def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: Solver) -> None:
         logger, points = TensorBoardLogger(tmp_path), Points()
-        monitor, report = KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9), CertificateReport()
+        monitor, report = (
+            KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9),
+            CertificateReport(),
+        )
         module = weighting(solver)
         callbacks = [monitor, report, points]
-        run = trainer(tmp_path, max_steps=30, precision="64-true", callbacks=callbacks, logger=logger, limit_val_batches=0)
+        run = trainer(
+            tmp_path,
+            max_steps=30,
+            precision="64-true",
+            callbacks=callbacks,
+            logger=logger,
+            limit_val_batches=0,
+        )
         run.fit(module, datamodule=weighting_data())
         looks, best = series(logger, "kkt_residual"), series(logger, "kkt_best")
         assert list(looks) == list(best) == list(range(3, 31, 3))
@@ -271,27 +322,47 @@ class TestKKTMonitor:
         assert report.certificate is not None
         assert report.certificate.kkt == pytest.approx(monitor.best["kkt"], rel=1e-6)
 
-    def test_a_later_point_that_is_worse_is_undone(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_later_point_that_is_worse_is_undone(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """PNGBiO's steps do not get shorter: with a long one the run leaves good points again."""
         monitor, points = KKTMonitor(restore_best=True, every_n_steps=1), Points()
         module = Weighting(solver=partial(PNGBiO, alpha=0.5, beta=0.5), envelope=ENVELOPE)
         with caplog.at_level(logging.INFO):
-            trainer(tmp_path, max_steps=40, callbacks=[monitor, points]).fit(module, datamodule=weighting_data())
+            trainer(tmp_path, max_steps=40, callbacks=[monitor, points]).fit(
+                module, datamodule=weighting_data()
+            )
         assert 0 < monitor.best["iteration"] < 40
         assert not torch.equal(points.points[-1][1], module.point[1])
-        assert f"KKTMonitor restored the point of iteration {monitor.best['iteration']}" in caplog.text
+        assert (
+            f"KKTMonitor restored the point of iteration {monitor.best['iteration']}" in caplog.text
+        )
 
-    def test_stops_at_epsilon_and_says_why(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        logger, monitor, recorder = TensorBoardLogger(tmp_path), KKTMonitor(epsilon=1.0, every_n_steps=5), Recorder()
+    def test_stops_at_epsilon_and_says_why(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        logger, monitor, recorder = (
+            TensorBoardLogger(tmp_path),
+            KKTMonitor(epsilon=1.0, every_n_steps=5),
+            Recorder(),
+        )
         module = SineProblem(n=30, solver=PAPER)
-        ours = trainer(tmp_path, max_steps=2000, precision="64-true", callbacks=[monitor, recorder], logger=logger)
+        ours = trainer(
+            tmp_path,
+            max_steps=2000,
+            precision="64-true",
+            callbacks=[monitor, recorder],
+            logger=logger,
+        )
         with caplog.at_level(logging.INFO):
             ours.fit(module, datamodule=FullBatchDataModule())
         iteration = len(recorder.steps)
         assert iteration % 5 == 0
         assert iteration < 2000
         assert float(ours.callback_metrics["bilevel/kkt_residual"]) <= 1.0
-        assert monitor.stopped.startswith(f"KKTMonitor stopped the run at iteration {iteration}: stationarity ")
+        assert monitor.stopped.startswith(
+            f"KKTMonitor stopped the run at iteration {iteration}: stationarity "
+        )
         assert monitor.stopped.endswith("are all at most epsilon = 1.")
         assert monitor.stopped in caplog.text
         assert "stopped/text_summary" in events(Path(logger.log_dir)).Tags()["tensors"]
@@ -305,11 +376,18 @@ class TestKKTMonitor:
 
     def test_the_certificate_must_come_after_the_restoring(self, tmp_path: Path) -> None:
         callbacks = [CertificateReport(), KKTMonitor(restore_best=True)]
-        with pytest.raises(MisconfigurationException, match=r"`KKTMonitor\(restore_best=True\)` comes after `CertificateReport`"):
-            trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(Weighting(), datamodule=weighting_data())
+        with pytest.raises(
+            MisconfigurationException,
+            match=r"`KKTMonitor\(restore_best=True\)` comes after `CertificateReport`",
+        ):
+            trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(
+                Weighting(), datamodule=weighting_data()
+            )
 
     def test_refuses_an_epsilon_of_zero(self) -> None:
-        with pytest.raises(ValueError, match=r"`KKTMonitor\(epsilon=0.0\)` must be positive, or None to never stop"):
+        with pytest.raises(
+            ValueError, match=r"`KKTMonitor\(epsilon=0.0\)` must be positive, or None to never stop"
+        ):
             KKTMonitor(epsilon=0.0)
 
 
@@ -317,10 +395,18 @@ class TestSolverMonitor:
     @every_solver
     def test_counts_are_the_sums_of_the_records(self, tmp_path: Path, solver: Solver) -> None:
         logger, monitor, recorder = TensorBoardLogger(tmp_path), SolverMonitor(), Recorder()
-        run = trainer(tmp_path, max_steps=23, callbacks=[monitor, recorder], logger=logger, log_every_n_steps=5)
+        run = trainer(
+            tmp_path,
+            max_steps=23,
+            callbacks=[monitor, recorder],
+            logger=logger,
+            log_every_n_steps=5,
+        )
         run.fit(weighting(solver), datamodule=weighting_data())
         steps = recorder.steps
-        total = {name: sum(step["calls"][name] for step in steps) for name in ("upper", "lower", "gap")}
+        total = {
+            name: sum(step["calls"][name] for step in steps) for name in ("upper", "lower", "gap")
+        }
         assert {name: getattr(monitor.tally, f"{name}_calls") for name in total} == total
         assert monitor.tally.passes == total["upper"] + total["lower"] + 2 * total["gap"]
         assert monitor.tally.inner_iterations == sum(step["inner_iterations"] for step in steps)
@@ -328,7 +414,9 @@ class TestSolverMonitor:
         assert list(inner) == [1, 5, 10, 15, 20, 23]
         for before, now in pairwise(inner):
             between = steps[before:now]
-            assert inner[now] == pytest.approx(sum(step["inner_iterations"] for step in between) / len(between))
+            assert inner[now] == pytest.approx(
+                sum(step["inner_iterations"] for step in between) / len(between)
+            )
             if solver.is_ivsp:
                 trials = sum(step["trials"] for step in between) / len(between)
                 assert series(logger, "mean_trials")[now] == pytest.approx(trials)
@@ -361,10 +449,19 @@ class TestConvergencePlot:
     def test_draws_every_few_minutes(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path)
         plot = ConvergencePlot(every_n_minutes=1e-9)
-        trainer(tmp_path, max_steps=3, callbacks=[plot], logger=logger).fit(Weighting(), datamodule=weighting_data())
-        assert [image.step for image in events(Path(logger.log_dir)).Images("convergence")] == [1, 2, 3, 3]
+        trainer(tmp_path, max_steps=3, callbacks=[plot], logger=logger).fit(
+            Weighting(), datamodule=weighting_data()
+        )
+        assert [image.step for image in events(Path(logger.log_dir)).Images("convergence")] == [
+            1,
+            2,
+            3,
+            3,
+        ]
 
-    def test_a_long_run_is_thinned_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_long_run_is_thinned_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(convergence_plot, "_POINTS", 100)
         plot = ConvergencePlot()
         trainer(tmp_path, max_steps=210, callbacks=[plot], limit_val_batches=0).fit(
@@ -373,21 +470,32 @@ class TestConvergencePlot:
         iterations = plot.series["bilevel/upper"][0]
         assert 50 <= len(iterations) <= 100
         assert iterations == list(range(plot.stride, 211, plot.stride))
-        assert {len(line) for name, line in plot.series.items() if name.startswith("bilevel/")} == {2}
+        assert {len(line) for name, line in plot.series.items() if name.startswith("bilevel/")} == {
+            2
+        }
 
     def test_values_that_are_not_finite_do_not_stop_it(self) -> None:
-        pixels = draw({"bilevel/upper": [[1, 2, 3], [1.0, math.inf, math.nan]], "feasibility": [[1, 2], [0.0, 100.0]]})
+        pixels = draw(
+            {
+                "bilevel/upper": [[1, 2, 3], [1.0, math.inf, math.nan]],
+                "feasibility": [[1, 2], [0.0, 100.0]],
+            }
+        )
         assert pixels.ndim == 3
 
     def test_refuses_an_interval_of_zero(self) -> None:
-        with pytest.raises(ValueError, match=r"`ConvergencePlot\(every_n_minutes=0\)` must be positive and finite"):
+        with pytest.raises(
+            ValueError, match=r"`ConvergencePlot\(every_n_minutes=0\)` must be positive and finite"
+        ):
             ConvergencePlot(every_n_minutes=0)
 
 
 class TestIntervals:
     def looks(self, tmp_path: Path, steps: int = 20, **kwargs: Any) -> list[int]:
         logger = TensorBoardLogger(tmp_path)
-        run = trainer(tmp_path, max_steps=steps, callbacks=[MoreauGapMonitor(**kwargs)], logger=logger)
+        run = trainer(
+            tmp_path, max_steps=steps, callbacks=[MoreauGapMonitor(**kwargs)], logger=logger
+        )
         run.fit(Weighting(), datamodule=weighting_data(epoch_length=10))
         return list(series(logger, "violation"))
 
@@ -406,10 +514,15 @@ class TestIntervals:
             return now[0]
 
         monkeypatch.setattr("lightning_bilevel.callbacks.monitor.time.monotonic", monotonic)
-        assert self.looks(tmp_path, every_n_seconds=1e9, share=0) == [10, 20]  # the first validation and the end
+        assert self.looks(tmp_path, every_n_seconds=1e9, share=0) == [
+            10,
+            20,
+        ]  # the first validation and the end
         looked = self.looks(tmp_path, every_n_seconds=6.0, share=0)
         assert len(looked) >= 3
-        assert all(1 < after - before <= 6 for before, after in pairwise(looked))  # the clock runs at every step, and no faster
+        assert all(
+            1 < after - before <= 6 for before, after in pairwise(looked)
+        )  # the clock runs at every step, and no faster
         assert looked[-1] == 20
 
     def test_validation_looks_stay_within_their_share(self, tmp_path: Path, clock: Clock) -> None:
@@ -427,14 +540,25 @@ class TestIntervals:
         assert 1 < monitors[0].evaluations < 100
         assert 0 < module.evaluation_time <= 0.2 * module.last_step.optimization_time + 2
 
-    def test_one_evaluation_serves_all_monitors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_evaluation_serves_all_monitors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         import lightning_bilevel.plugin.certifier as certifier
 
         calls = []
         certify = certifier.certify
-        monkeypatch.setattr(certifier, "certify", lambda *args, **kwargs: calls.append(1) or certify(*args, **kwargs))
-        monitors = [kind(every_n_steps=10, share=math.inf) for kind in (MoreauGapMonitor, KKTMonitor, ConvergencePlot)]
-        trainer(tmp_path, max_steps=20, callbacks=monitors).fit(Weighting(), datamodule=weighting_data())
+        monkeypatch.setattr(
+            certifier,
+            "certify",
+            lambda *args, **kwargs: calls.append(1) or certify(*args, **kwargs),
+        )
+        monitors = [
+            kind(every_n_steps=10, share=math.inf)
+            for kind in (MoreauGapMonitor, KKTMonitor, ConvergencePlot)
+        ]
+        trainer(tmp_path, max_steps=20, callbacks=monitors).fit(
+            Weighting(), datamodule=weighting_data()
+        )
         assert len(calls) == 2
 
     def test_a_known_certificate_is_of_the_same_point_and_tolerance(self, tmp_path: Path) -> None:
@@ -450,7 +574,9 @@ class TestIntervals:
         assert first is not None
         assert moved.lower != first.lower
 
-    def test_looking_takes_no_optimisation_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    def test_looking_takes_no_optimisation_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    ) -> None:
         import lightning_bilevel.plugin.certifier as certifier
 
         certify = certifier.certify
@@ -461,7 +587,9 @@ class TestIntervals:
 
         monkeypatch.setattr(certifier, "certify", slow)
         module = Weighting()
-        trainer(tmp_path, max_steps=5, callbacks=[KKTMonitor(every_n_steps=1)]).fit(module, datamodule=weighting_data())
+        trainer(tmp_path, max_steps=5, callbacks=[KKTMonitor(every_n_steps=1)]).fit(
+            module, datamodule=weighting_data()
+        )
         assert module.last_step is not None
         assert module.evaluation_time == 5 * 0.5
         assert module.last_step.optimization_time == 0.0
@@ -482,29 +610,43 @@ class Plain(LightningModule):
 class TestBadInput:
     @every_monitor
     def test_a_module_that_is_not_bilevel(self, tmp_path: Path, monitor: Any) -> None:
-        with pytest.raises(MisconfigurationException, match=f"`{monitor.__name__}` was given a Plain: it needs a bilevel module"):
+        with pytest.raises(
+            MisconfigurationException,
+            match=f"`{monitor.__name__}` was given a Plain: it needs a bilevel module",
+        ):
             trainer(tmp_path, max_steps=1, callbacks=[monitor()]).fit(Plain(), [1])
 
     @every_monitor
     @pytest.mark.parametrize("name", ["every_n_steps", "every_n_seconds"])
     @pytest.mark.parametrize("value", [0, -1, math.nan])
     def test_an_interval_of_zero(self, monitor: Any, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=rf"`{monitor.__name__}\({name}={value}\)` must be positive and finite, or None"):
+        with pytest.raises(
+            ValueError,
+            match=rf"`{monitor.__name__}\({name}={value}\)` must be positive and finite, or None",
+        ):
             monitor(**{name: value})
 
     @pytest.mark.parametrize("monitor", [MoreauGapMonitor, KKTMonitor, ConvergencePlot])
     def test_tolerance_and_share(self, monitor: Any) -> None:
-        with pytest.raises(ValueError, match=rf"`{monitor.__name__}\(tolerance=0\)` must be positive"):
+        with pytest.raises(
+            ValueError, match=rf"`{monitor.__name__}\(tolerance=0\)` must be positive"
+        ):
             monitor(tolerance=0)
-        with pytest.raises(ValueError, match=rf"`{monitor.__name__}\(share=-1\)` must be at least 0"):
+        with pytest.raises(
+            ValueError, match=rf"`{monitor.__name__}\(share=-1\)` must be at least 0"
+        ):
             monitor(share=-1)
 
     @pytest.mark.parametrize("monitor", [MoreauGapMonitor, KKTMonitor, ConvergencePlot])
     def test_a_prox_problem_that_is_not_convex(self, monitor: Any) -> None:
-        with pytest.raises(ValueError, match=r"`rho=2.0` must be smaller than 1/sigma = 1: .* not strongly convex"):
+        with pytest.raises(
+            ValueError, match=r"`rho=2.0` must be smaller than 1/sigma = 1: .* not strongly convex"
+        ):
             monitor(envelope=Envelope(rho=2.0, sigma=1.0, delta=1e-3))
 
-    def test_no_logger_works_and_says_so_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_no_logger_works_and_says_so_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.INFO):
             run = trainer(tmp_path, max_steps=10, callbacks=[monitor() for monitor in MONITORS])
             run.fit(Weighting(), datamodule=weighting_data())
@@ -514,7 +656,9 @@ class TestBadInput:
 
     def test_a_logger_needs_no_word(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
-            run = trainer(tmp_path, max_steps=1, callbacks=[SolverMonitor()], logger=CSVLogger(tmp_path))
+            run = trainer(
+                tmp_path, max_steps=1, callbacks=[SolverMonitor()], logger=CSVLogger(tmp_path)
+            )
             run.fit(Weighting(), datamodule=weighting_data())
         assert "There is no logger" not in caplog.text
 
@@ -538,7 +682,11 @@ class TestBadInput:
         assert {name: len(line[0]) for name, line in monitors[1].series.items()} == lengths
 
     def test_fast_dev_run_leaves_nothing_behind(self, tmp_path: Path) -> None:
-        run = trainer(tmp_path, fast_dev_run=True, callbacks=[*(monitor() for monitor in MONITORS), CertificateReport()])
+        run = trainer(
+            tmp_path,
+            fast_dev_run=True,
+            callbacks=[*(monitor() for monitor in MONITORS), CertificateReport()],
+        )
         run.fit(Weighting(), datamodule=weighting_data())
         assert list(tmp_path.iterdir()) == []
 
@@ -548,7 +696,11 @@ def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) 
     logger = TensorBoardLogger(tmp_path)
     callbacks = [*(monitor() for monitor in MONITORS), CertificateReport()]
     # c2 large and delta small: the penalty is updated within the run
-    module = Weighting(solver=solver.make(mu0=1e-4, delta=1e-6, c2=1e6)) if solver.is_ivsp else weighting(solver)
+    module = (
+        Weighting(solver=solver.make(mu0=1e-4, delta=1e-6, c2=1e6))
+        if solver.is_ivsp
+        else weighting(solver)
+    )
     run = trainer(tmp_path, max_steps=30, callbacks=callbacks, logger=logger, log_every_n_steps=5)
     run.fit(module, datamodule=weighting_data())
     found = events(Path(logger.log_dir))
@@ -556,9 +708,13 @@ def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) 
     groups = layout(run.optimizers[0])  # type: ignore[arg-type]
     tags = [tag for charts in groups.values() for _, (_, tags) in charts.items() for tag in tags]
     missing = {tag for tag in tags if tag.strip("^$") not in scalars}
-    assert missing <= (set() if solver.kind in (IVSP, SLM, BOME, VPBGD, F2SA) else {"^bilevel/multiplier$"})
+    assert missing <= (
+        set() if solver.kind in (IVSP, SLM, BOME, VPBGD, F2SA) else {"^bilevel/multiplier$"}
+    )
     names = ["objective", "feasibility", "KKT", "penalty", "line search", "cost"]
-    assert list(groups) == [name for name in names if solver.is_ivsp or name not in ("penalty", "line search")]
+    assert list(groups) == [
+        name for name in names if solver.is_ivsp or name not in ("penalty", "line search")
+    ]
     assert "custom_scalars__config__" in found.Tags()["tensors"]
     text = found.Tensors("certificate/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "KKT stationarity" in text
@@ -572,14 +728,25 @@ def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=20, callbacks=[CertificateReport()], logger=logger)
     run.fit(Weighting(), datamodule=weighting_data())
     content = events(Path(logger.log_dir)).PluginTagToContent("hparams")
-    start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    start = plugin_data_pb2.HParamsPluginData.FromString(
+        content["_hparams_/session_start_info"]
+    ).session_start_info.hparams
     assert start["(solver)"].string_value == "IVSP"
     assert start["rho"].number_value == 0.1
     assert "level" not in start
-    metrics = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
-    assert {"val_loss", "bilevel/kkt_residual", "bilevel/violation"} <= {info.name.tag for info in metrics}
+    metrics = plugin_data_pb2.HParamsPluginData.FromString(
+        content["_hparams_/experiment"]
+    ).experiment.metric_infos
+    assert {"val_loss", "bilevel/kkt_residual", "bilevel/violation"} <= {
+        info.name.tag for info in metrics
+    }
     losses = events(Path(logger.log_dir)).Scalars("val_loss")
-    assert {event.step for event in losses} <= {9, 10, 19, 20}  # not at step 0, where the curve would jump
+    assert {event.step for event in losses} <= {
+        9,
+        10,
+        19,
+        20,
+    }  # not at step 0, where the curve would jump
 
 
 def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
@@ -602,4 +769,6 @@ def test_records_are_what_the_monitors_see(tmp_path: Path) -> None:
     module = Weighting()
     trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
     assert module.last_step is not None
-    assert all(isinstance(value, (bool, int, float, dict)) for value in asdict(module.last_step).values())
+    assert all(
+        isinstance(value, (bool, int, float, dict)) for value in asdict(module.last_step).values()
+    )

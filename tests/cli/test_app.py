@@ -32,28 +32,51 @@ def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
 
 
-def test_paper_settings_reach_the_papers_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paper_settings_reach_the_papers_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
     printed = capsys.readouterr().out
-    rows = {line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in printed.splitlines() if "  " in line}
+    rows = {
+        line.split("  ")[0].strip(): line.split("  ")[-1].strip()
+        for line in printed.splitlines()
+        if "  " in line
+    }
     assert float(rows["x_error"]) <= 1.0e-3
     assert float(rows["y_error"]) <= 1.0e-6
-    assert all(float(rows[f"KKT {name}"]) < 1e-3 for name in ("stationarity", "feasibility", "complementarity"))
+    assert all(
+        float(rows[f"KKT {name}"]) < 1e-3
+        for name in ("stationarity", "feasibility", "complementarity")
+    )
     assert rows["penalty updates"] == "3"
     assert rows["outer iterations"] == "2000"
     log = next(tmp_path.rglob("events.out.tfevents*"))
     assert "bilevel/moreau_gap" in events(log.parent).Tags()["scalars"]
-    assert yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"] == 1000
+    assert (
+        yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["model"]["init_args"]["n"]
+        == 1000
+    )
 
 
 @pytest.mark.parametrize("budget", ["100ms", 0.1, "00:00:00:01", {"milliseconds": 100}])
-def test_a_budget_stops_fit_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any) -> None:
+def test_a_budget_stops_fit_from_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any
+) -> None:
     config = yaml.safe_load(CONFIG.read_text())
-    config["trainer"]["callbacks"] = [{"class_path": "OptimizationBudget", "init_args": {"budget": budget}}]
+    config["trainer"]["callbacks"] = [
+        {"class_path": "OptimizationBudget", "init_args": {"budget": budget}}
+    ]
     config["trainer"]["max_epochs"] = -1
     (tmp_path / "budget.yaml").write_text(yaml.safe_dump(config))
-    fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", config=tmp_path / "budget.yaml")
-    assert "optimisation time" in capsys.readouterr().out  # it ended by itself, without a limit on steps or epochs
+    fit(
+        tmp_path,
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        config=tmp_path / "budget.yaml",
+    )
+    assert (
+        "optimisation time" in capsys.readouterr().out
+    )  # it ended by itself, without a limit on steps or epochs
 
 
 MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
@@ -62,26 +85,61 @@ QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=
 
 @pytest.mark.parametrize(
     ("solver", "named"),
-    [*((name, False) for name in ("ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome")), ("ivsp", True), ("meha", True)],
+    [
+        *((name, False) for name in ("ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome")),
+        ("ivsp", True),
+        ("meha", True),
+    ],
 )
-def test_monitors_by_their_bare_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], solver: str, named: bool) -> None:
+def test_monitors_by_their_bare_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], solver: str, named: bool
+) -> None:
     """Named in YAML without arguments, or not named at all: each monitor watches once."""
     config = yaml.safe_load((CONFIG.parent / f"{solver}.yaml").read_text())
-    config["trainer"] |= {"max_epochs": 2, "log_every_n_steps": 5, **({"callbacks": MONITORS} if named else {})}
+    config["trainer"] |= {
+        "max_epochs": 2,
+        "log_every_n_steps": 5,
+        **({"callbacks": MONITORS} if named else {}),
+    }
     config["model"]["init_args"]["n"], config["data"]["init_args"]["epoch_length"] = 10, 20
     (tmp_path / "watched.yaml").write_text(yaml.safe_dump(config))
     fit(tmp_path, *QUIET, config=tmp_path / "watched.yaml")
     assert "lower level within" in capsys.readouterr().out
     folder = next(tmp_path.rglob("events.out.tfevents*")).parent
     found = events(folder)
-    tags = {f"bilevel/{word}" for word in ("violation", "prox_distance", "kkt_residual", "kkt_best", "calls_gap", "passes")}
+    tags = {
+        f"bilevel/{word}"
+        for word in (
+            "violation",
+            "prox_distance",
+            "kkt_residual",
+            "kkt_best",
+            "calls_gap",
+            "passes",
+        )
+    }
     assert tags <= set(found.Tags()["scalars"])
     assert ("bilevel/penalty_constant_for" in found.Tags()["scalars"]) == (solver == "ivsp")
-    assert [event.step for event in found.Scalars("bilevel/calls_gap")] == [1, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert [event.step for event in found.Scalars("bilevel/calls_gap")] == [
+        1,
+        5,
+        10,
+        15,
+        20,
+        25,
+        30,
+        35,
+        40,
+    ]
     assert found.Tags()["images"] == ["convergence"]
     assert {"config/text_summary", "certificate/text_summary"} <= set(found.Tags()["tensors"])
     shown = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"]["n"] == 10
+    assert (
+        yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"][
+            "n"
+        ]
+        == 10
+    )
     assert (folder / "convergence.png").exists()
     assert (tmp_path / "checkpoints" / "certificate.json").exists()
 
@@ -100,7 +158,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, 
 
 
 class TestCertify:
-    def test_equals_the_certificate_of_the_run(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_equals_the_certificate_of_the_run(
+        self, run: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         call, saved, folder = run
         before = sorted(folder.rglob("*"))
         main(call)
@@ -115,19 +175,26 @@ class TestCertify:
         import lightning_bilevel.plugin.certifier as certifier
 
         seen, certify = [], certifier.certify
-        monkeypatch.setattr(certifier, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k))
+        monkeypatch.setattr(
+            certifier, "certify", lambda *a, **k: seen.append(k["tolerance"]) or certify(*a, **k)
+        )
         main([*run[0], "--tolerance", "1e-2"])
         assert seen == [1e-2]
 
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (["--ckpt_path", "nowhere.ckpt"], "`certify(ckpt_path=nowhere.ckpt)` must be the path of a checkpoint"),
+            (
+                ["--ckpt_path", "nowhere.ckpt"],
+                "`certify(ckpt_path=nowhere.ckpt)` must be the path of a checkpoint",
+            ),
             (["--ckpt_path", "null"], "`certify(ckpt_path=None)` must be the path of a checkpoint"),
             (["--tolerance", "0"], "`certify(tolerance=0.0)` must be positive"),
         ],
     )
-    def test_bad_calls(self, run: Any, capsys: pytest.CaptureFixture[str], change: list[str], words: str) -> None:
+    def test_bad_calls(
+        self, run: Any, capsys: pytest.CaptureFixture[str], change: list[str], words: str
+    ) -> None:
         with pytest.raises(SystemExit) as stop:
             main([*run[0], *change])
         assert stop.value.code == 1
@@ -146,15 +213,34 @@ def built(tmp_path: Path, *args: str) -> list[str]:
 
 
 class TestCallbacks:
-    WATCHING: ClassVar[list[str]] = ["PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
-    OTHERS: ClassVar[list[str]] = ["_SaveConfig", "BilevelProgressBar", "ModelSummary", "LastCheckpoint"]
+    WATCHING: ClassVar[list[str]] = [
+        "PenaltyMonitor",
+        "KKTMonitor",
+        "SolverMonitor",
+        "ConvergencePlot",
+    ]
+    OTHERS: ClassVar[list[str]] = [
+        "_SaveConfig",
+        "BilevelProgressBar",
+        "ModelSummary",
+        "LastCheckpoint",
+    ]
 
     def test_their_order(self, tmp_path: Path) -> None:
-        assert built(tmp_path) == [*self.WATCHING, "MoreauGapMonitor", "CertificateReport", *self.OTHERS]
+        assert built(tmp_path) == [
+            *self.WATCHING,
+            "MoreauGapMonitor",
+            "CertificateReport",
+            *self.OTHERS,
+        ]
 
     @pytest.mark.parametrize("name", ["KKTMonitor", "MoreauGapMonitor", "CertificateReport"])
     def test_one_that_the_config_names_is_not_added(self, tmp_path: Path, name: str) -> None:
-        added = [other for other in [*self.WATCHING, "MoreauGapMonitor", "CertificateReport"] if other != name]
+        added = [
+            other
+            for other in [*self.WATCHING, "MoreauGapMonitor", "CertificateReport"]
+            if other != name
+        ]
         assert built(tmp_path, f"--trainer.callbacks={name}") == [name, *added, *self.OTHERS]
 
     def test_a_progress_bar_of_the_users_stays(self, tmp_path: Path) -> None:
@@ -163,7 +249,9 @@ class TestCallbacks:
         assert "BilevelProgressBar" not in found
 
 
-def test_probe_takes_the_config_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_takes_the_config_of_a_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, *QUIET, "--trainer.max_epochs=1", "--model.init_args.n=10")
     (config,) = tmp_path.rglob("config.yaml")
     before = sorted(tmp_path.rglob("*"))
@@ -178,21 +266,40 @@ def test_probe_takes_the_config_of_a_fit(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_only_looks_never_trains() -> None:
-    with pytest.raises(MisconfigurationException, match=r"`BilevelTrainer\(limit_train_batches=1.0\)` would train"):
+    with pytest.raises(
+        MisconfigurationException, match=r"`BilevelTrainer\(limit_train_batches=1.0\)` would train"
+    ):
         BilevelTrainer(accelerator="cpu", logger=False).probe(SineProblem(), FullBatchDataModule())
 
 
 class TestAModuleWithTheMixin:
     """README's `class Cleaner(IVSPMixin, LightningModule)`, by its dotted path."""
 
-    CALL = ("--model=modules.Cleaner", "--model.n_train=30", "--data=modules.CleanerData", "--trainer.accelerator=cpu")
+    CALL = (
+        "--model=modules.Cleaner",
+        "--model.n_train=30",
+        "--data=modules.CleanerData",
+        "--trainer.accelerator=cpu",
+    )
 
     def test_fit_and_certify(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        quiet = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_epochs=1")
+        quiet = (
+            "--trainer.enable_progress_bar=false",
+            "--trainer.enable_model_summary=false",
+            "--trainer.max_epochs=1",
+        )
         main(["fit", *self.CALL, *quiet, f"--trainer.default_root_dir={tmp_path}"])
         assert "IVSP on Cleaner" in capsys.readouterr().out
         (config,) = tmp_path.rglob("config.yaml")
-        main(["certify", "--config", str(config), "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt")])
+        main(
+            [
+                "certify",
+                "--config",
+                str(config),
+                "--ckpt_path",
+                str(tmp_path / "checkpoints" / "last.ckpt"),
+            ]
+        )
         assert "IVSP on Cleaner, last.ckpt" in capsys.readouterr().out
 
     def test_probe(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,24 +322,40 @@ class TestWhatIsNoCheckpoint:
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            ("bare", "is a file of torch, but no checkpoint of Lightning: it must be what `Trainer.save_checkpoint`"),
+            (
+                "bare",
+                "is a file of torch, but no checkpoint of Lightning: it must be what `Trainer.save_checkpoint`",
+            ),
             ("tensor", "is a file of torch, but no checkpoint of Lightning"),
             ("text", "is not a whole checkpoint of tensors and plain values: torch cannot read it"),
             ("empty", "is not a whole checkpoint of tensors and plain values: "),
             ("bytes", "is not a whole checkpoint of tensors and plain values: "),
         ],
     )
-    def test_it_is_refused(self, tmp_path: Path, capsys: Any, command: str, name: str, words: str) -> None:
+    def test_it_is_refused(
+        self, tmp_path: Path, capsys: Any, command: str, name: str, words: str
+    ) -> None:
         path = tmp_path / "run.ckpt"
         self.FILES[name](path)
         with pytest.raises(SystemExit) as stop:
-            main([command, "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", "--ckpt_path", str(path)])
+            main(
+                [
+                    command,
+                    "--config",
+                    str(CONFIG),
+                    f"--trainer.default_root_dir={tmp_path}",
+                    "--ckpt_path",
+                    str(path),
+                ]
+            )
         assert stop.value.code == 1
         error = capsys.readouterr().err
         assert f"lightning-bilevel: `ckpt_path='{path}'` {words}" in error
         assert "Traceback" not in error
 
-    def test_hyper_parameters_of_another_module_are_named_as_before(self, tmp_path: Path, capsys: Any) -> None:
+    def test_hyper_parameters_of_another_module_are_named_as_before(
+        self, tmp_path: Path, capsys: Any
+    ) -> None:
         torch.save({"hyper_parameters": {"colour": "red"}}, tmp_path / "run.ckpt")
         with pytest.raises(SystemExit) as stop:
             main(["certify", "--config", str(CONFIG), "--ckpt_path", str(tmp_path / "run.ckpt")])
@@ -273,10 +396,19 @@ def test_a_wrong_key_or_type_is_named_at_parsing(
         ("--model.solver.init_args.rho=2.0", "`rho=2.0` must be smaller than 1/sigma = 1"),
         ("--model.solver.init_args.mu0=-1", "`IVSP(mu0=-1.0)` must be positive"),
         ("--model.init_args.n=0", "`SineProblem(n=0)` must be at least 1"),
-        ("--data.init_args.epoch_length=0", "`FullBatchDataModule(epoch_length=0)` must be at least 1"),
+        (
+            "--data.init_args.epoch_length=0",
+            "`FullBatchDataModule(epoch_length=0)` must be at least 1",
+        ),
         ("--trainer.precision=bf16-mixed", "is not supported: the Moreau gap"),
-        ("--moreau_gap.every_n_steps=0", "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None"),
-        ("--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}", "`rho=2.0` must be smaller than 1/sigma = 1"),
+        (
+            "--moreau_gap.every_n_steps=0",
+            "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None",
+        ),
+        (
+            "--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}",
+            "`rho=2.0` must be smaller than 1/sigma = 1",
+        ),
         ("--certificate.tolerance=-1", "`CertificateReport(tolerance=-1.0)` must be positive"),
     ],
 )
@@ -301,7 +433,9 @@ def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str
     text = " ".join(capsys.readouterr().out.split())
     for name in list(inspect.signature(IVSP.__init__).parameters)[2:]:
         option = (
-            text.split(f"--model.solver.init_args.{name} ")[-1] if f"init_args.{name} " in text else text.split(f".{name} ")[-1]
+            text.split(f"--model.solver.init_args.{name} ")[-1]
+            if f"init_args.{name} " in text
+            else text.split(f".{name} ")[-1]
         )
         words = option.split("(type:")[0]
         assert len(words.split()) > 3, name
@@ -319,7 +453,11 @@ def test_the_command_is_installed() -> None:
 READY = sorted(CONFIGS.rglob("*.yaml"))
 
 
-FOLDERS = {"MNISTCleaning": "MNIST", "FashionMNISTCleaning": "FashionMNIST", "OmniglotEpisodes": "omniglot-py"}
+FOLDERS = {
+    "MNISTCleaning": "MNIST",
+    "FashionMNISTCleaning": "FashionMNIST",
+    "OmniglotEpisodes": "omniglot-py",
+}
 
 
 @pytest.fixture(scope="session")
@@ -331,7 +469,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.integration
 @pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_runs(
-    tmp_path: Path, config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    config: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot learning its certificate."""
     assert read_config(config).solver.lower() == config.stem.split("_")[0]
@@ -339,7 +481,9 @@ def test_every_config_runs(
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
     if source in FOLDERS:
         if not (DATA / FOLDERS[source]).exists():
-            pytest.skip(f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA")
+            pytest.skip(
+                f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA"
+            )
         options.append(f"--data.init_args.root={DATA}")
     if source.endswith("Episodes"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -25,7 +25,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
-def test_alone_it_explains_itself_in_a_screen(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_alone_it_explains_itself_in_a_screen(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     main(args)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
@@ -35,13 +37,20 @@ def test_alone_it_explains_itself_in_a_screen(args: list[str], capsys: pytest.Ca
 
 
 def test_the_commands_that_it_names_run(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [line.split()[1:] for line in OVERVIEW.splitlines() if line.startswith("  lightning-bilevel ")]
+    named = [
+        line.split()[1:]
+        for line in OVERVIEW.splitlines()
+        if line.startswith("  lightning-bilevel ")
+    ]
     assert len(named) == 2
     for args in named:
         with pytest.raises(SystemExit) as stop:
             main([*args, *([] if "--print_config" in args else ["--print_config"])])
         assert stop.value.code == 0
-        assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"] == "lightning_bilevel.SineProblem"
+        assert (
+            yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+            == "lightning_bilevel.SineProblem"
+        )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,22 +61,38 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["tasks"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(TASKS) + 1]] == ["TASK", *(task.name for task in TASKS)]
+    assert [line.split()[0] for line in lines[: len(TASKS) + 1]] == [
+        "TASK",
+        *(task.name for task in TASKS),
+    ]
     assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
     for task in TASKS:
-        data = yaml.safe_load((folder() / task.name / "ivsp.yaml").read_text())["data"]["class_path"]
+        data = yaml.safe_load((folder() / task.name / "ivsp.yaml").read_text())["data"][
+            "class_path"
+        ]
         downloads = data in ("MNISTCleaning", "FashionMNISTCleaning", "OmniglotEpisodes")
         assert task.data.startswith("none") != downloads, task.name
 
 
 @pytest.mark.parametrize(
-    "name", ["synthetic/ivsp", "synthetic/ivsp.yaml", "configs/synthetic/ivsp", "configs/synthetic/ivsp.yaml"]
+    "name",
+    [
+        "synthetic/ivsp",
+        "synthetic/ivsp.yaml",
+        "configs/synthetic/ivsp",
+        "configs/synthetic/ivsp.yaml",
+    ],
 )
 def test_a_ready_config_is_found_by_its_name(name: str) -> None:
     assert ready(Path(name)) == IVSP
     assert with_ready_configs(["fit", "--config", name]) == ["fit", "--config", str(IVSP)]
-    assert with_ready_configs(["fit", f"--config={name}", "-c", name]) == ["fit", f"--config={IVSP}", "-c", str(IVSP)]
+    assert with_ready_configs(["fit", f"--config={name}", "-c", name]) == [
+        "fit",
+        f"--config={IVSP}",
+        "-c",
+        str(IVSP),
+    ]
 
 
 def test_a_folder_of_ready_configs_is_found_by_its_name() -> None:
@@ -75,33 +100,62 @@ def test_a_folder_of_ready_configs_is_found_by_its_name() -> None:
 
 
 def test_what_is_not_ready_stays_what_it_is(tmp_path: Path) -> None:
-    for name in ("mine.yaml", "synthetic/mine.yaml", "../synthetic/ivsp.yaml", "", str(tmp_path / "synthetic")):
+    for name in (
+        "mine.yaml",
+        "synthetic/mine.yaml",
+        "../synthetic/ivsp.yaml",
+        "",
+        str(tmp_path / "synthetic"),
+    ):
         assert ready(Path(name)) == Path(name)
     (tmp_path / "synthetic").mkdir()
     (tmp_path / "synthetic" / "ivsp.yaml").write_text("mine")
-    assert ready(Path("synthetic/ivsp.yaml")) == Path("synthetic/ivsp.yaml")  # a file of the user's comes first
+    assert ready(Path("synthetic/ivsp.yaml")) == Path(
+        "synthetic/ivsp.yaml"
+    )  # a file of the user's comes first
 
 
 def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["fit", "--config", "synthetic/ivsp", "--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"])
+    main(
+        [
+            "fit",
+            "--config",
+            "synthetic/ivsp",
+            "--trainer.fast_dev_run=true",
+            "--trainer.enable_model_summary=false",
+        ]
+    )
     assert "KKT stationarity" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["fit", "--config", "nowhere.yaml"], ["File does not exist", "See `lightning-bilevel tasks`, which lists the ready"]),
-        (["fitt"], ["there is no command 'fitt'", "See `lightning-bilevel --help`, which lists the commands."]),
+        (
+            ["fit", "--config", "nowhere.yaml"],
+            ["File does not exist", "See `lightning-bilevel tasks`, which lists the ready"],
+        ),
+        (
+            ["fitt"],
+            [
+                "there is no command 'fitt'",
+                "See `lightning-bilevel --help`, which lists the commands.",
+            ],
+        ),
         (["--nonsense"], ["nonsense", "See `lightning-bilevel --help`"]),
         (["certify"], ["certify.", "required", "See `lightning-bilevel certify --help`."]),
         (["tasks", "--all"], ["unrecognized arguments: --all"]),
         (
             ["compare", "nowhere"],
-            ["there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them"],
+            [
+                "there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them"
+            ],
         ),
     ],
 )
-def test_a_wrong_call_ends_with_where_to_look(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_ends_with_where_to_look(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main(args)
     assert stop.value.code == 2

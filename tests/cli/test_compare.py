@@ -60,7 +60,9 @@ def rows(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_comparison_writes_everything(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_writes_everything(
+    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
     found = rows(out)
@@ -90,13 +92,28 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
     (out / "bome" / "result.json").unlink()
     main(call)
     after = rows(out)
-    assert [r for r in after if r["method"] == "ivsp"] == [r for r in before if r["method"] == "ivsp"]
-    assert [r for r in after if r["method"] == "bome"] != [r for r in before if r["method"] == "bome"]
+    assert [r for r in after if r["method"] == "ivsp"] == [
+        r for r in before if r["method"] == "ivsp"
+    ]
+    assert [r for r in after if r["method"] == "bome"] != [
+        r for r in before if r["method"] == "bome"
+    ]
 
 
-def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_method_goes_on(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    call = ["compare", str(small / "ivsp.yaml"), "--budget", "400ms", "--out", str(out), "--evaluations", "4"]
+    call = [
+        "compare",
+        str(small / "ivsp.yaml"),
+        "--budget",
+        "400ms",
+        "--out",
+        str(out),
+        "--evaluations",
+        "4",
+    ]
     monkeypatch.setattr(compare_module, "SAVE_EVERY", 1e-9)
     start = Recorder.on_train_batch_start
 
@@ -121,7 +138,9 @@ def test_an_interrupted_method_goes_on(tmp_path: Path, small: Path, monkeypatch:
     assert sorted(path.name for path in (out / "ivsp").iterdir()) == ["config.yaml", "result.json"]
 
 
-def test_the_state_of_an_earlier_version_is_refused(tmp_path: Path, small: Path, capsys: Any) -> None:
+def test_the_state_of_an_earlier_version_is_refused(
+    tmp_path: Path, small: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     call = ["compare", str(small), "--budget", "50ms", "--out", str(out), "--evaluations", "1"]
     main(call)
@@ -137,7 +156,12 @@ def test_the_state_of_an_earlier_version_is_refused(tmp_path: Path, small: Path,
 
 
 def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, small: Path) -> None:
-    mine = ["KKTMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}, {"class_path": "LambdaCallback"}]
+    mine = [
+        "KKTMonitor",
+        "TQDMProgressBar",
+        {"class_path": "ModelCheckpoint"},
+        {"class_path": "LambdaCallback"},
+    ]
     edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
     seen: list[list[str]] = []
 
@@ -156,7 +180,11 @@ def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small
     edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "max_trials", value=1)
     # Long enough for the iteration that needs a second trial, on a machine that does other things too.
     main(["compare", str(small), "--budget", "2s", "--out", str(out), "--evaluations", "2"])
-    lines = {line.split("|")[1].strip(): line for line in (out / "summary.md").read_text().splitlines() if line.startswith("| ")}
+    lines = {
+        line.split("|")[1].strip(): line
+        for line in (out / "summary.md").read_text().splitlines()
+        if line.startswith("| ")
+    }
     assert "LineSearchError: IVSP stopped in outer iteration" in lines["ivsp"]
     assert "Error" not in lines["bome"]
 
@@ -168,13 +196,29 @@ def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small
         (lambda f: None, ["--budget=-1s"], "budget '-1s' is not a duration"),
         (lambda f: None, ["--budget", "10 parsecs"], "budget '10 parsecs' is not a duration"),
         (lambda f: None, ["--evaluations", "0"], "`compare --evaluations 0` must be at least 1"),
-        (lambda f: edited(f / "bome.yaml", "model", "init_args", "n", value=11), [], "bome differs|ivsp differs"),
-        (lambda f: edited(f / "bome.yaml", "seed_everything", value=3), [], "seed_everything \\(0, not 3\\)"),
-        (lambda f: edited(f / "bome.yaml", "model", "init_args", "solver", "class_path", value="BOMB"), [], "BOMB"),
+        (
+            lambda f: edited(f / "bome.yaml", "model", "init_args", "n", value=11),
+            [],
+            "bome differs|ivsp differs",
+        ),
+        (
+            lambda f: edited(f / "bome.yaml", "seed_everything", value=3),
+            [],
+            "seed_everything \\(0, not 3\\)",
+        ),
+        (
+            lambda f: edited(
+                f / "bome.yaml", "model", "init_args", "solver", "class_path", value="BOMB"
+            ),
+            [],
+            "BOMB",
+        ),
         (lambda f: [p.unlink() for p in f.iterdir()], [], "there is no config"),
     ],
 )
-def test_bad_calls(tmp_path: Path, small: Path, capsys: Any, prepare: Any, arguments: list[str], words: str) -> None:
+def test_bad_calls(
+    tmp_path: Path, small: Path, capsys: Any, prepare: Any, arguments: list[str], words: str
+) -> None:
     import re
 
     prepare(small)
@@ -197,7 +241,19 @@ def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, ca
 def test_different_tasks_may_be_forced(tmp_path: Path, small: Path) -> None:
     edited(small / "bome.yaml", "model", "init_args", "n", value=11)
     out = tmp_path / "out"
-    main(["compare", str(small), "--allow-different-tasks", "--budget", "50ms", "--out", str(out), "--evaluations", "1"])
+    main(
+        [
+            "compare",
+            str(small),
+            "--allow-different-tasks",
+            "--budget",
+            "50ms",
+            "--out",
+            str(out),
+            "--evaluations",
+            "1",
+        ]
+    )
     assert {row["method"] for row in rows(out)} == {"ivsp", "bome"}
 
 
@@ -251,10 +307,14 @@ def test_durations(duration: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "duration", ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None]
+    "duration",
+    ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None],
 )
 def test_what_is_no_duration(duration: Any) -> None:
-    with pytest.raises(ValueError, match="is not a duration: write a positive number with ms, s, m or h, such as 60s"):
+    with pytest.raises(
+        ValueError,
+        match="is not a duration: write a positive number with ms, s, m or h, such as 60s",
+    ):
         seconds(duration)
 
 
@@ -270,7 +330,9 @@ def test_budget_counts_the_solvers_time_only(tmp_path: Path, clock: Clock) -> No
             clock.now += 0.1
 
     module = Timed()
-    trainer(tmp_path, callbacks=[OptimizationBudget("50ms")]).fit(module, datamodule=weighting_data())
+    trainer(tmp_path, callbacks=[OptimizationBudget("50ms")]).fit(
+        module, datamodule=weighting_data()
+    )
     assert module.last_step is not None
     assert 0.05 <= module.last_step.optimization_time < 0.1
     assert module.last_step.iteration >= 2  # the pause after the first did not end the run
@@ -283,13 +345,18 @@ def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
 
-    with pytest.raises(MisconfigurationException, match="`OptimizationBudget` was given a Plain: it needs a bilevel module"):
+    with pytest.raises(
+        MisconfigurationException,
+        match="`OptimizationBudget` was given a Plain: it needs a bilevel module",
+    ):
         trainer(tmp_path, callbacks=[OptimizationBudget(1)]).fit(Plain(), [1])
 
 
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("length", [1, 4, 1000])
-def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, validates: bool) -> None:
+def test_evaluations_are_made_when_they_are_due(
+    tmp_path: Path, length: int, validates: bool
+) -> None:
     """At the first iteration past each time, whatever the epochs, with its validation before it."""
     times, validated = [3.0, 4.0, 9.5, 20.0], []
 
@@ -297,7 +364,9 @@ def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, val
         def training_step(self, batch: Any, batch_idx: int = 0) -> None:
             super().training_step(batch, batch_idx)
             assert self.last_step is not None
-            self.last_step = replace(self.last_step, optimization_time=float(self.last_step.iteration))
+            self.last_step = replace(
+                self.last_step, optimization_time=float(self.last_step.iteration)
+            )
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert self.last_step is not None
@@ -305,8 +374,17 @@ def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, val
             super().validation_step(batch, batch_idx)
 
     recorder = Recorder(times)
-    options = {"val_check_interval": NEVER, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
-    run = trainer(tmp_path, callbacks=[OptimizationBudget(20), recorder], **options, limit_val_batches=1.0 if validates else 0)
+    options = {
+        "val_check_interval": NEVER,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+    }
+    run = trainer(
+        tmp_path,
+        callbacks=[OptimizationBudget(20), recorder],
+        **options,
+        limit_val_batches=1.0 if validates else 0,
+    )
     run.fit(Clocked(n=3), datamodule=FullBatchDataModule(epoch_length=length))
     assert [row["iteration"] for row in recorder.rows] == [3, 4, 10, 20]
     assert all(("x_error" in row) == validates for row in recorder.rows)
@@ -315,9 +393,22 @@ def test_evaluations_are_made_when_they_are_due(tmp_path: Path, length: int, val
 
 def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:
     results = [
-        MethodResult("a", "IVSP", [{"iteration": 1, "optimization_time": 1.0, "passes": 4, "loss": 0.5, "auroc": 0.9}]),
-        MethodResult("b", "MEHA", [{"iteration": 2, "optimization_time": 1.0, "passes": 8, "loss": 0.7, "auroc": 0.95}]),
-        MethodResult("c", "SLM", [{"iteration": 2, "optimization_time": 0.1, "passes": 8, "loss": 0.1}], error="Boom | bang"),
+        MethodResult(
+            "a",
+            "IVSP",
+            [{"iteration": 1, "optimization_time": 1.0, "passes": 4, "loss": 0.5, "auroc": 0.9}],
+        ),
+        MethodResult(
+            "b",
+            "MEHA",
+            [{"iteration": 2, "optimization_time": 1.0, "passes": 8, "loss": 0.7, "auroc": 0.95}],
+        ),
+        MethodResult(
+            "c",
+            "SLM",
+            [{"iteration": 2, "optimization_time": 0.1, "passes": 8, "loss": 0.1}],
+            error="Boom | bang",
+        ),
         MethodResult("d", "BOME"),
     ]
     write_summary(tmp_path / "s.md", results, "title")
@@ -327,7 +418,9 @@ def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:
     assert "| c | 0.1 |  | 2 | 8 | 0.10 | Boom / bang |" in text
     assert "- **loss**: a, b\n- **auroc**: b, a" in text
     write_csv(tmp_path / "r.csv", results)
-    assert (tmp_path / "r.csv").read_text().splitlines()[0] == "method,solver,iteration,optimization_time,passes,loss,auroc"
+    assert (tmp_path / "r.csv").read_text().splitlines()[
+        0
+    ] == "method,solver,iteration,optimization_time,passes,loss,auroc"
     write_figure(tmp_path / "f", results, "title")
     assert (tmp_path / "f.svg").exists()
 
@@ -336,7 +429,11 @@ class TestAModuleOfTheUsers:
     """Such as README's, with the mixin and without validation."""
 
     def config(self, tmp_path: Path, **model: Any) -> Path:
-        content = {"seed_everything": 0, "trainer": {"accelerator": "cpu"}, "data": {"class_path": "modules.CleanerData"}}
+        content = {
+            "seed_everything": 0,
+            "trainer": {"accelerator": "cpu"},
+            "data": {"class_path": "modules.CleanerData"},
+        }
         path = tmp_path / "own.yaml"
         path.write_text(yaml.safe_dump({**content, "model": model}))
         return path
@@ -352,5 +449,8 @@ class TestAModuleOfTheUsers:
 
     def test_a_module_that_is_not_told_its_solver(self, tmp_path: Path) -> None:
         path = self.config(tmp_path, class_path="wrong_modules.Right")
-        with pytest.raises(ValueError, match=r"`Right` is not told its solver by the config: give its `__init__` an argument"):
+        with pytest.raises(
+            ValueError,
+            match=r"`Right` is not told its solver by the config: give its `__init__` an argument",
+        ):
             compare([path], 0.2, tmp_path / "out")

@@ -36,22 +36,42 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (SOLVER + "block", 1.5, 2, "model.solver.block: expected int, got 1.5"),
     (SOLVER + "block", 0, 1, "`IVSP(block=0)` must be a positive whole number"),
     (SOLVER + "r", 1.0, 1, "`IVSP(r=1.0)` must be between 0 and 1"),
-    (SOLVER + "smoothing", "round", 2, "model.solver.smoothing: expected one of 'huber', 'softplus', got round"),
+    (
+        SOLVER + "smoothing",
+        "round",
+        2,
+        "model.solver.smoothing: expected one of 'huber', 'softplus', got round",
+    ),
     (SOLVER + "fixed_L", -1.0, 1, "`IVSP(fixed_L=-1.0)` must be positive and finite"),
     (SOLVER + "L_min", 1e12, 1, "`IVSP(L_min=1000000000000.0)` must be at most L_max"),
     (MODEL + "solver.class_path", "IVPS", 2, "model.solver: there is no class IVPS"),
-    (MODEL + "solver.class_path", "torch.optim.SGD", 2, "model.solver: Expected 'torch.optim.SGD' to be a subclass"),
+    (
+        MODEL + "solver.class_path",
+        "torch.optim.SGD",
+        2,
+        "model.solver: Expected 'torch.optim.SGD' to be a subclass",
+    ),
     (MODEL + "solver", 3, 2, "model.solver: Expected an import path"),
     (MODEL + "n", 0, 1, "`SineProblem(n=0)` must be at least 1"),
     (MODEL + "n", "many", 2, "model.n: expected int, got many"),
     (MODEL + "c", [1.0, 2.0], 1, "`SineProblem(c=...)` has 2 entries"),
     ("model.class_path", "SinProblem", 2, "model: there is no class SinProblem"),
-    ("model.class_path", "torch.nn.Linear", 2, "model: expected a class that inherits from BilevelModule, or from BilevelMixin"),
+    (
+        "model.class_path",
+        "torch.nn.Linear",
+        2,
+        "model: expected a class that inherits from BilevelModule, or from BilevelMixin",
+    ),
     ("model.class_path", "torch.nn.Linear", 2, "and LightningModule, got torch.nn.Linear"),
     ("model", ..., 2, "required: fit.model"),
     ("data", ..., 2, "required: fit.data"),
     ("data.class_path", "NoData", 2, "data: there is no class NoData"),
-    ("data.init_args.epoch_length", 0, 1, "`FullBatchDataModule(epoch_length=0)` must be at least 1"),
+    (
+        "data.init_args.epoch_length",
+        0,
+        1,
+        "`FullBatchDataModule(epoch_length=0)` must be at least 1",
+    ),
     ("data.init_args.epoch_lenght", 3, 2, "data: Option 'epoch_lenght' is not accepted"),
     ("trainer.maxsteps", 3, 2, "does not accept option 'trainer.maxsteps'"),
     ("trainer.precision", "16-mixed", 1, "is not supported: the Moreau gap"),
@@ -68,10 +88,25 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("trainer.limit_train_batches", -1.0, 1, "-1.0 for limit_train_batches"),
     ("trainer.max_time", "tomorrow", 1, "`Timer(duration='tomorrow')`"),
     ("trainer.default_root_dir", "/proc/nowhere", 1, "'/proc/nowhere'"),
-    ("trainer.callbacks", callbacks("OptimizationBudget", budget="soon"), 1, "budget 'soon' is not a duration"),
-    ("trainer.callbacks", callbacks("OptimisationBudget"), 2, "trainer.callbacks: there is no class OptimisationBudget"),
+    (
+        "trainer.callbacks",
+        callbacks("OptimizationBudget", budget="soon"),
+        1,
+        "budget 'soon' is not a duration",
+    ),
+    (
+        "trainer.callbacks",
+        callbacks("OptimisationBudget"),
+        2,
+        "trainer.callbacks: there is no class OptimisationBudget",
+    ),
     ("trainer.callbacks", callbacks("LastCheckpoint"), 2, "required: dirpath"),
-    ("trainer.callbacks", callbacks("EarlyStopping", monitor="nothing"), 1, "Early stopping conditioned on metric `nothing`"),
+    (
+        "trainer.callbacks",
+        callbacks("EarlyStopping", monitor="nothing"),
+        1,
+        "Early stopping conditioned on metric `nothing`",
+    ),
     ("certificate.tolerance", 0.0, 1, "`CertificateReport(tolerance=0.0)` must be positive"),
     ("moreau_gap.tolerance", -1.0, 1, "`MoreauGapMonitor(tolerance=-1.0)` must be positive"),
     ("seed_everything", "lucky", 2, "seed_everything: expected"),
@@ -108,7 +143,12 @@ def config(tmp_path: Path, *changes: tuple[str, Any]) -> Path:
     content = copy.deepcopy(CONFIG)
     content["model"]["init_args"]["n"] = 5
     content["data"]["init_args"]["epoch_length"] = 3
-    quiet = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     content["trainer"] |= {**quiet, "default_root_dir": str(tmp_path)}
     for key, value in changes:
         *path, last = key.split(".")
@@ -140,8 +180,14 @@ def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*bfloat16", "ignore:You passed `Trainer")
-@pytest.mark.parametrize(("key", "value", "code", "words"), WRONG, ids=[f"{key}={value}"[:60] for key, value, *_ in WRONG])
-def test_a_wrong_config(tmp_path: Path, capsys: Any, key: str, value: Any, code: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "code", "words"),
+    WRONG,
+    ids=[f"{key}={value}"[:60] for key, value, *_ in WRONG],
+)
+def test_a_wrong_config(
+    tmp_path: Path, capsys: Any, key: str, value: Any, code: int, words: str
+) -> None:
     found, sentence = told(config(tmp_path, (key, value)), capsys)
     assert found == code
     assert words in sentence
@@ -151,13 +197,17 @@ def test_a_wrong_config(tmp_path: Path, capsys: Any, key: str, value: Any, code:
 
 @pytest.mark.parametrize(("name", "code", "words"), MODULES, ids=[name for name, *_ in MODULES])
 def test_a_wrong_module(tmp_path: Path, capsys: Any, name: str, code: int, words: str) -> None:
-    found, sentence = told(config(tmp_path, ("model", {"class_path": f"wrong_modules.{name}"})), capsys)
+    found, sentence = told(
+        config(tmp_path, ("model", {"class_path": f"wrong_modules.{name}"})), capsys
+    )
     assert found == code
     assert words in sentence
 
 
 def test_the_right_module_runs(tmp_path: Path) -> None:
-    main(["fit", "--config", str(config(tmp_path, ("model", {"class_path": "wrong_modules.Right"})))])
+    main(
+        ["fit", "--config", str(config(tmp_path, ("model", {"class_path": "wrong_modules.Right"})))]
+    )
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
@@ -169,7 +219,9 @@ def test_the_right_module_runs(tmp_path: Path) -> None:
         ("model: !!python/object/apply:os.system ['touch owned']", "config"),
     ],
 )
-def test_what_is_no_config(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, text: str, words: str) -> None:
+def test_what_is_no_config(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.yaml").write_text(text)
     code, sentence = told(tmp_path / "wrong.yaml", capsys)
@@ -185,9 +237,21 @@ def test_a_config_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
 
 
 WRONG_CALLS = [
-    (["fit", "--config", "wrong.yaml", "--model.solver.init_args.rho", "2.0"], 1, "`rho=2.0` must be smaller than 1/sigma"),
-    (["fit", "--model", "wrong_modules.OneLevel", "--data=FullBatchDataModule"], 2, "got wrong_modules.OneLevel\n"),
-    (["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"], 2, "model: module 'wrong_modules' has no"),
+    (
+        ["fit", "--config", "wrong.yaml", "--model.solver.init_args.rho", "2.0"],
+        1,
+        "`rho=2.0` must be smaller than 1/sigma",
+    ),
+    (
+        ["fit", "--model", "wrong_modules.OneLevel", "--data=FullBatchDataModule"],
+        2,
+        "got wrong_modules.OneLevel\n",
+    ),
+    (
+        ["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"],
+        2,
+        "model: module 'wrong_modules' has no",
+    ),
     (
         ["fit", "--model", "SinProblem", "--data=FullBatchDataModule"],
         2,
@@ -199,7 +263,12 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG_CALLS)
 def test_a_wrong_call(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    words: str,
 ) -> None:
     config(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -213,7 +282,9 @@ def test_a_wrong_call(
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG_CALLS[:2])
-def test_in_a_process_of_its_own(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+def test_in_a_process_of_its_own(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
     config(tmp_path)
     process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
     _, errors = process.communicate(timeout=120)
@@ -224,7 +295,13 @@ def test_in_a_process_of_its_own(tmp_path: Path, arguments: list[str], code: int
 
 def test_a_users_own_error_keeps_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        main(["fit", "--config", str(config(tmp_path, ("model", {"class_path": "wrong_modules.Broken"})))])
+        main(
+            [
+                "fit",
+                "--config",
+                str(config(tmp_path, ("model", {"class_path": "wrong_modules.Broken"}))),
+            ]
+        )
 
 
 def test_many_reasons_are_cut() -> None:
@@ -234,4 +311,7 @@ def test_many_reasons_are_cut() -> None:
 
 def test_a_message_of_which_nothing_is_left_stands_as_it_is() -> None:
     message = 'Parser key "model.n":\n  Does not validate against anything\n    Subtypes: none'
-    assert parsing_error(message) == 'model.n: Parser key "model.n": Does not validate against anything Subtypes: none'
+    assert (
+        parsing_error(message)
+        == 'model.n: Parser key "model.n": Does not validate against anything Subtypes: none'
+    )

@@ -24,7 +24,12 @@ CASES = [(seed, *shape) for seed in range(5) for shape in ((3, 5, 5.0), (4, 8, 0
 @every_problem
 class TestKnownSolutions:
     def test_the_residuals_vanish(self, problem: Problem) -> None:
-        certificate = certify(problem.build(), *problem.at("solution"), problem.envelope, multiplier=problem.multiplier)
+        certificate = certify(
+            problem.build(),
+            *problem.at("solution"),
+            problem.envelope,
+            multiplier=problem.multiplier,
+        )
         assert certificate.kkt < 1e-7
         assert certificate.own_multiplier
 
@@ -38,13 +43,22 @@ class TestKnownSolutions:
         built, (x, y) = problem.build(), problem.at("solution")
         generator = torch.Generator().manual_seed(0)
         for _ in range(5):
-            x_near = built.upper_set.project(x + 0.02 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
-            y_near = built.lower_set.project(y + 0.02 * torch.randn(y.shape, generator=generator, dtype=y.dtype))
-            assert certify(built, x_near, y_near, problem.envelope, multiplier=problem.multiplier).kkt > 1e-3
+            x_near = built.upper_set.project(
+                x + 0.02 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            )
+            y_near = built.lower_set.project(
+                y + 0.02 * torch.randn(y.shape, generator=generator, dtype=y.dtype)
+            )
+            assert (
+                certify(built, x_near, y_near, problem.envelope, multiplier=problem.multiplier).kkt
+                > 1e-3
+            )
 
     def test_a_wrong_multiplier_shows(self, problem: Problem) -> None:
         built, point = problem.build(), problem.at("solution")
-        assert certify(built, *point, problem.envelope, multiplier=problem.multiplier + 1.0).kkt > 1e-3
+        assert (
+            certify(built, *point, problem.envelope, multiplier=problem.multiplier + 1.0).kkt > 1e-3
+        )
 
     def test_the_bounds_hold(self, problem: Problem) -> None:
         certificate = certify(problem.build(), *problem.at("solution"), problem.envelope)
@@ -52,22 +66,38 @@ class TestKnownSolutions:
         assert certificate.prox_stationarity <= certificate.stationarity_bound
 
     def test_float32_agrees_up_to_its_rounding(self, problem: Problem) -> None:
-        single = certify(problem.build(), *problem.at("solution", torch.float32), problem.envelope, multiplier=problem.multiplier)
+        single = certify(
+            problem.build(),
+            *problem.at("solution", torch.float32),
+            problem.envelope,
+            multiplier=problem.multiplier,
+        )
         assert single.kkt < 2e-3
         assert single.tolerance == 1e-5
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("multiplier", [0.0, 0.3, 20.0])
-def test_residuals_equal_the_reference(case: tuple[int, int, int, float], multiplier: float) -> None:
+def test_residuals_equal_the_reference(
+    case: tuple[int, int, int, float], multiplier: float
+) -> None:
     problem, functions, x, y, constants = random_problem(*case)
     envelope = Envelope(rho=0.5 / constants["sigma"], sigma=constants["sigma"], delta=0.05)
     got = certify(problem, x, y, envelope, multiplier=multiplier)
     distance = reference.box_distance(case[-1])
     expected = reference.exact_kkt(
-        functions, x.numpy(), y.numpy(), multiplier, envelope.rho, envelope.delta, (distance, distance), tolerance=1e-9
+        functions,
+        x.numpy(),
+        y.numpy(),
+        multiplier,
+        envelope.rho,
+        envelope.delta,
+        (distance, distance),
+        tolerance=1e-9,
     )
-    assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(expected, rel=1e-7, abs=1e-8)
+    assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(
+        expected, rel=1e-7, abs=1e-8
+    )
     assert got.upper == pytest.approx(functions.f(x.numpy(), y.numpy()))
     assert got.lower == pytest.approx(functions.g(x.numpy(), y.numpy()))
 
@@ -84,7 +114,10 @@ def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, f
     fx, fy = functions.fx(x.numpy(), y.numpy()), functions.fy(x.numpy(), y.numpy())
     distance = reference.box_distance(case[-1])
     multipliers = np.linspace(0.0, 2 * best.multiplier + 10.0, 2001)
-    grid = [np.hypot(distance(x.numpy(), fx + m * Rx), distance(y.numpy(), fy + m * Ry)) for m in multipliers]
+    grid = [
+        np.hypot(distance(x.numpy(), fx + m * Rx), distance(y.numpy(), fy + m * Ry))
+        for m in multipliers
+    ]
     assert best.stationarity <= min(grid) + 1e-9
     assert best.multiplier >= 0.0
 
@@ -97,7 +130,10 @@ def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, f
         (lambda m: abs(m - 54321.0), 54321.0),
         (lambda m: math.hypot(m - 3.0, 4.0), 3.0),
         (lambda m: m + 1.0, 0.0),
-        (lambda m: 2.0, 0.0),  # R has no gradient: every multiplier serves, and the smallest is meant
+        (
+            lambda m: 2.0,
+            0.0,
+        ),  # R has no gradient: every multiplier serves, and the smallest is meant
         (lambda m: max(5.0 - m, 0.0), 5.0),  # a whole half-line of minimisers
     ],
 )
@@ -117,7 +153,14 @@ def test_a_more_careful_evaluation_is_more_accurate() -> None:
     x, y = problem.at("solution")
     errors = []
     for tolerance in (1e-2, 1e-5, 1e-9):
-        certificate = certify(problem.build(), x, y, problem.envelope, multiplier=problem.multiplier, tolerance=tolerance)
+        certificate = certify(
+            problem.build(),
+            x,
+            y,
+            problem.envelope,
+            multiplier=problem.multiplier,
+            tolerance=tolerance,
+        )
         assert certificate.tolerance == tolerance
         errors.append(certificate.kkt)
     assert errors == sorted(errors, reverse=True)
@@ -125,9 +168,18 @@ def test_a_more_careful_evaluation_is_more_accurate() -> None:
 
 def test_fields_of_a_certificate_by_hand() -> None:
     # g = (y - x)^2 / 2 with rho = 1: z is the middle of x and y, R = (y - x)^2 / 4 - delta.
-    problem = BilevelProblem(lambda x, y: x.sum() + 3 * y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    problem = BilevelProblem(
+        lambda x, y: x.sum() + 3 * y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2
+    )
     x, y = torch.tensor([1.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
-    got = certify(problem, x, y, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0, qualification="because")
+    got = certify(
+        problem,
+        x,
+        y,
+        Envelope(rho=1.0, sigma=0.0, delta=0.25),
+        multiplier=2.0,
+        qualification="because",
+    )
     # grad R = (-(y - x)/2, (y - x)/2) = (-1, 1): grad f + 2 grad R = (-1, 5)
     assert got.stationarity == pytest.approx(math.hypot(1.0, 5.0))
     assert got.residual == pytest.approx(0.75)
@@ -136,26 +188,52 @@ def test_fields_of_a_certificate_by_hand() -> None:
     assert got.kkt == got.stationarity
     assert (got.upper, got.lower) == pytest.approx((10.0, 2.0))
     assert (got.prox_distance, got.prox_stationarity) == pytest.approx((1.0, 1.0))
-    assert (got.distance_bound, got.stationarity_bound) == pytest.approx((math.sqrt(0.5), math.sqrt(0.5)))
-    assert (got.rho, got.sigma, got.delta, got.qualification, got.multiplier) == (1.0, 0.0, 0.25, "because", 2.0)
+    assert (got.distance_bound, got.stationarity_bound) == pytest.approx(
+        (math.sqrt(0.5), math.sqrt(0.5))
+    )
+    assert (got.rho, got.sigma, got.delta, got.qualification, got.multiplier) == (
+        1.0,
+        0.0,
+        0.25,
+        "because",
+        2.0,
+    )
     assert (got.upper_gradient, got.lower_gradient) == pytest.approx((math.sqrt(10), 2.0))
     assert (got.upper_norm, got.lower_norm) == (1.0, 3.0)
-    assert (got.first_upper_gradient, got.first_lower_gradient, got.evaluated_on) == (None, None, "")
+    assert (got.first_upper_gradient, got.first_lower_gradient, got.evaluated_on) == (
+        None,
+        None,
+        "",
+    )
     slack = certify(problem, x, x, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0)
-    assert (slack.residual, slack.feasibility, slack.complementarity) == pytest.approx((-0.25, 0.0, 0.5))
+    assert (slack.residual, slack.feasibility, slack.complementarity) == pytest.approx(
+        (-0.25, 0.0, 0.5)
+    )
 
 
 def test_the_lower_gradient_is_that_of_y_and_not_of_z() -> None:
     """At its bound y = 3 is held against a pull upwards, but not downwards."""
-    x, y, envelope = torch.tensor([5.0]), torch.tensor([3.0]), Envelope(rho=1.0, sigma=0.0, delta=0.25)
+    x, y, envelope = (
+        torch.tensor([5.0]),
+        torch.tensor([3.0]),
+        Envelope(rho=1.0, sigma=0.0, delta=0.25),
+    )
     for lower_set, expected in ((Box(0, 3), 0.0), (Box(3, 9), 2.0), (None, 2.0)):
-        problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=lower_set)
+        problem = BilevelProblem(
+            lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=lower_set
+        )
         assert certify(problem, x, y, envelope).lower_gradient == pytest.approx(expected)
 
 
 def test_what_the_caller_knows_is_kept() -> None:
     problem = PROBLEMS[0]
-    got = certify(problem.build(), *problem.at(), problem.envelope, start=Start(3.0, 4.0), evaluated_on="the last mini-batch")
+    got = certify(
+        problem.build(),
+        *problem.at(),
+        problem.envelope,
+        start=Start(3.0, 4.0),
+        evaluated_on="the last mini-batch",
+    )
     assert (got.first_upper_gradient, got.first_lower_gradient) == (3.0, 4.0)
     assert got.rows()[0] == ("evaluated on", "the last mini-batch")
     assert reading(got).startswith("evaluated on the last mini-batch; ")
@@ -164,7 +242,8 @@ def test_what_the_caller_knows_is_kept() -> None:
 def test_errors() -> None:
     problem = PROBLEMS[0]
     with pytest.raises(
-        TypeError, match=r"^`certify\(envelope=None\)` must be an `Envelope`: .* Run it first, or give `Envelope\("
+        TypeError,
+        match=r"^`certify\(envelope=None\)` must be an `Envelope`: .* Run it first, or give `Envelope\(",
     ):
         certify(problem.build(), *problem.at(), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^`certify\(tolerance=0\)` must be positive, or None"):
@@ -174,7 +253,13 @@ def test_errors() -> None:
 class TestTable:
     def certificate(self, multiplier: float | None = None) -> Certificate:
         problem = PROBLEMS[0]
-        return certify(problem.build(), *problem.at(), problem.envelope, multiplier=multiplier, qualification="not known")
+        return certify(
+            problem.build(),
+            *problem.at(),
+            problem.envelope,
+            multiplier=multiplier,
+            qualification="not known",
+        )
 
     def test_prints_all_rows(self) -> None:
         certificate = self.certificate()
@@ -215,7 +300,9 @@ class TestTable:
         certificate = self.certificate()
         again = Certificate(**json.loads(json.dumps(certificate.as_dict())))
         assert again == certificate
-        assert set(certificate.as_dict()) == {field.name for field in dataclasses.fields(Certificate)}
+        assert set(certificate.as_dict()) == {
+            field.name for field in dataclasses.fields(Certificate)
+        }
 
 
 def test_certify_does_not_need_gradients_to_be_enabled() -> None:
@@ -239,7 +326,10 @@ def _every_warning() -> Iterator[None]:
 def test_parameters_may_be_given(problem: Problem) -> None:
     x, y = problem.at()
     expected = certify(problem.build(), x, y, problem.envelope)
-    assert certify(problem.build(), torch.nn.Parameter(x), torch.nn.Parameter(y), problem.envelope) == expected
+    assert (
+        certify(problem.build(), torch.nn.Parameter(x), torch.nn.Parameter(y), problem.envelope)
+        == expected
+    )
 
 
 @every_problem
@@ -248,4 +338,6 @@ def test_residuals_equal_a_separate_computation(problem: Problem) -> None:
     for multiplier in (0.0, 0.7, 12.0):
         got = certify(problem.build(), x, y, problem.envelope, multiplier=multiplier)
         expected = exact_residuals(problem, x, y, multiplier)
-        assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(
+            expected, rel=1e-5, abs=1e-6
+        )

@@ -75,7 +75,9 @@ class TestEveryKindOfBatch:
     def test_it_is_cut(self, batch: Any) -> None:
         part, weight = part_of(batch, 1, 2)
         assert weight == 0.5
-        assert [tensor.tolist() for tensor in tensors(part)] == [[2.0, 3.0]] * len(list(tensors(batch)))
+        assert [tensor.tolist() for tensor in tensors(part)] == [[2.0, 3.0]] * len(
+            list(tensors(batch))
+        )
 
 
 def test_order_and_keys() -> None:
@@ -98,9 +100,16 @@ def test_chunks_of_dataclasses_are_as_chunks_of_tuples(tmp_path: Any, precision:
     found = []
     for module, data in (
         (Weighting(), FullBatchDataModule(upper, Chunks(parts), epoch_length=5)),
-        (OfDataclasses(), FullBatchDataModule(Samples(*upper), [Samples(*part) for part in parts], epoch_length=5)),
+        (
+            OfDataclasses(),
+            FullBatchDataModule(
+                Samples(*upper), [Samples(*part) for part in parts], epoch_length=5
+            ),
+        ),
     ):
-        trainer(tmp_path, max_epochs=1, precision=precision, limit_val_batches=0).fit(module, datamodule=data)
+        trainer(tmp_path, max_epochs=1, precision=precision, limit_val_batches=0).fit(
+            module, datamodule=data
+        )
         found.append(module)
     assert same_parameters(*found)
     assert found[1].last_step is not None

@@ -22,15 +22,23 @@ random_problems = pytest.mark.parametrize("case", CASES, ids=str)
 class Setting:
     """A random weakly convex problem at a random point, with its exact proximal point."""
 
-    def __init__(self, case: tuple[int, int, int, float], fraction: float = 0.5, delta: float = 0.05) -> None:
+    def __init__(
+        self, case: tuple[int, int, int, float], fraction: float = 0.5, delta: float = 0.05
+    ) -> None:
         self.problem, self.functions, self.x, self.y, constants = random_problem(*case)
-        self.envelope = Envelope(rho=fraction / constants["sigma"], sigma=constants["sigma"], delta=delta)
+        self.envelope = Envelope(
+            rho=fraction / constants["sigma"], sigma=constants["sigma"], delta=delta
+        )
         self.L_yy, self.L_xy = constants["L_yy"], constants["L_xy"]
-        self.exact_z = reference.prox(self.functions, self.x.numpy(), self.y.numpy(), self.envelope.rho, 1e-10)
+        self.exact_z = reference.prox(
+            self.functions, self.x.numpy(), self.y.numpy(), self.envelope.rho, 1e-10
+        )
 
     def psi(self, z: np.ndarray) -> float:
         offset = z - self.y.numpy()
-        return self.functions.g(self.x.numpy(), z) + float(offset @ offset) / (2 * self.envelope.rho)
+        return self.functions.g(self.x.numpy(), z) + float(offset @ offset) / (
+            2 * self.envelope.rho
+        )
 
     def exact_gap(self, x: np.ndarray, y: np.ndarray) -> float:
         z = reference.prox(self.functions, x, y, self.envelope.rho, 1e-10)
@@ -40,7 +48,9 @@ class Setting:
         options = {"L_yy": self.L_yy, **more}
         lower = self.problem.at(self.x)
         start = options.pop("start", self.y)
-        return inexact_prox(lower, self.y, start, zeta, self.envelope, self.problem.lower_set, **options)
+        return inexact_prox(
+            lower, self.y, start, zeta, self.envelope, self.problem.lower_set, **options
+        )
 
 
 @random_problems
@@ -67,7 +77,9 @@ class TestInexactProx:
             L_xy=1.0,
             L_yy=s.L_yy,
         )
-        z, _, count = reference.moreau(s.functions, s.x.numpy(), s.y.numpy(), s.y.numpy(), 1e-6, settings)
+        z, _, count = reference.moreau(
+            s.functions, s.x.numpy(), s.y.numpy(), s.y.numpy(), 1e-6, settings
+        )
         got, _ = s.inexact(1e-6)
         np.testing.assert_allclose(got.numpy(), z, rtol=0, atol=1e-12)
         assert s.problem.calls.lower == count
@@ -97,17 +109,26 @@ class TestInexactProx:
         torch.testing.assert_close(z, right, rtol=0, atol=2e-5)
         # Once learned, the step is used from the beginning.
         before = problem.calls.lower
-        again, same = inexact_prox(problem.at(s.x), s.y, s.y, 1e-10, envelope, Free(), L_yy=1.0, halvings=halvings)
+        again, same = inexact_prox(
+            problem.at(s.x), s.y, s.y, 1e-10, envelope, Free(), L_yy=1.0, halvings=halvings
+        )
         assert same == halvings
         torch.testing.assert_close(again, z, rtol=0, atol=1e-12)
         assert problem.calls.lower - before < before
 
 
 @pytest.mark.parametrize("convex_set", [Free(), Box(-0.5, 0.5)])
-def test_acceleration_reaches_the_same_accuracy_in_far_fewer_iterations(convex_set: ConvexSet) -> None:
+def test_acceleration_reaches_the_same_accuracy_in_far_fewer_iterations(
+    convex_set: ConvexSet,
+) -> None:
     curvatures = torch.logspace(-3, 2, 30, dtype=torch.float64)
     target = torch.linspace(-1, 1, 30, dtype=torch.float64)
-    problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: (curvatures * (y - target) ** 2).sum() / 2, None, convex_set)
+    problem = BilevelProblem(
+        lambda x, y: y.sum(),
+        lambda x, y: (curvatures * (y - target) ** 2).sum() / 2,
+        None,
+        convex_set,
+    )
     y = torch.zeros(30, dtype=torch.float64)
     envelope, zeta = Envelope(rho=10.0, sigma=0.0, delta=0.1), 1e-10
     # The minimiser of psi, coordinate by coordinate.
@@ -120,7 +141,15 @@ def test_acceleration_reaches_the_same_accuracy_in_far_fewer_iterations(convex_s
     for accelerated in (False, True):
         before = problem.calls.lower
         z, halvings = inexact_prox(
-            problem.at(y), y, y, zeta, envelope, convex_set, L_yy=100.0, accelerated=accelerated, max_inner=100_000
+            problem.at(y),
+            y,
+            y,
+            zeta,
+            envelope,
+            convex_set,
+            L_yy=100.0,
+            accelerated=accelerated,
+            max_inner=100_000,
         )
         counts.append(problem.calls.lower - before)
         assert halvings == 0
@@ -132,10 +161,14 @@ def test_acceleration_reaches_the_same_accuracy_in_far_fewer_iterations(convex_s
 @pytest.mark.parametrize("L_yy", [1.0, 20.0, 40.0])
 def test_a_too_long_step_is_noticed_also_between_bounds(L_yy: float, start: float) -> None:
     # In a box the residual cannot grow without bound: z jumps from one bound to the other.
-    problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: 50 * ((y - x) ** 2).sum(), None, Box(-1.0, 1.0))
+    problem = BilevelProblem(
+        lambda x, y: y.sum(), lambda x, y: 50 * ((y - x) ** 2).sum(), None, Box(-1.0, 1.0)
+    )
     x, y = torch.tensor([0.3, -0.2]).double(), torch.full((2,), start, dtype=torch.float64)
     envelope = Envelope(rho=1.0, sigma=0.0, delta=0.1)
-    z, halvings = inexact_prox(problem.at(x), y, y, 1e-12, envelope, problem.lower_set, L_yy=L_yy, max_inner=1000)
+    z, halvings = inexact_prox(
+        problem.at(x), y, y, 1e-12, envelope, problem.lower_set, L_yy=L_yy, max_inner=1000
+    )
     torch.testing.assert_close(z, (100 * x + y) / 101, rtol=0, atol=2e-6)
     assert halvings >= 1
 
@@ -160,7 +193,10 @@ class TestGap:
                 e = h * np.eye(size)[i]
                 # The gap is defined (with z in Y) for y outside Y too.
                 plus, minus = (
-                    s.exact_gap(x + sign * shift[0] * e, y) if shift[0] else s.exact_gap(x, y + sign * e) for sign in (1, -1)
+                    s.exact_gap(x + sign * shift[0] * e, y)
+                    if shift[0]
+                    else s.exact_gap(x, y + sign * e)
+                    for sign in (1, -1)
                 )
                 assert float(got[i]) == pytest.approx((plus - minus) / (2 * h), abs=1e-7)
 
@@ -185,7 +221,9 @@ class TestGap:
             z, _ = s.inexact(zeta)
             point = evaluate_gap(s.problem.at(s.x), s.y, z, s.envelope)
             error = torch.cat([point.grad_x - exact.grad_x, point.grad_y - exact.grad_y]).norm()
-            assert error <= gradient_error(zeta, 1.0, s.envelope, L_xy=s.L_xy, b=0.0, B_R=0.0) + 1e-12
+            assert (
+                error <= gradient_error(zeta, 1.0, s.envelope, L_xy=s.L_xy, b=0.0, B_R=0.0) + 1e-12
+            )
 
     def test_bounds_at_feasible_points(self, case: Any) -> None:
         # Descent on the lower level leads to points with R <= 0, where |y - z| and the stationarity of z are bounded.
@@ -198,10 +236,12 @@ class TestGap:
                 z = reference.prox(s.functions, s.x.numpy(), y, envelope.rho, 1e-10)
                 found, distances = found + 1, [*distances, float(np.linalg.norm(y - z))]
                 assert distances[-1] <= envelope.distance_bound
-                assert s.problem.lower_set.normal_cone_distance(torch.tensor(z), s.problem.at(s.x).gradient(torch.tensor(z))) <= (
-                    envelope.stationarity_bound + 1e-9
-                )
-                y = project(y + 0.5 * (y - z))  # back towards the boundary of R <= 0, where the bound is tightest
+                assert s.problem.lower_set.normal_cone_distance(
+                    torch.tensor(z), s.problem.at(s.x).gradient(torch.tensor(z))
+                ) <= (envelope.stationarity_bound + 1e-9)
+                y = project(
+                    y + 0.5 * (y - z)
+                )  # back towards the boundary of R <= 0, where the bound is tightest
             if found == 20:
                 break
         assert found
@@ -211,7 +251,9 @@ class TestGap:
 def test_gradient_error_by_hand() -> None:
     # sqrt(3^2 + 4^2) sqrt(2 * 0.02 / (4 - 0)) + 0.5 * 10 * 0.02 / 0.1
     envelope = Envelope(rho=0.25, sigma=0.0, delta=1.0)
-    assert gradient_error(0.02, 0.1, envelope, L_xy=3.0, b=0.5, B_R=10.0) == pytest.approx(5 * 0.1 + 1.0)
+    assert gradient_error(0.02, 0.1, envelope, L_xy=3.0, b=0.5, B_R=10.0) == pytest.approx(
+        5 * 0.1 + 1.0
+    )
 
 
 class TestInnerLoopError:
@@ -226,9 +268,18 @@ class TestInnerLoopError:
         with pytest.raises(InnerLoopError) as caught:
             inexact_prox(self.lower(), y, y, 1e-12, envelope, Free(), L_yy=1e6, max_inner=7)
         message = str(caught.value)
-        assert "the inner loop made 7 iterations and its residual is 1.73, above 1.41e-06 (accuracy zeta=1e-12" in message
-        assert "If L_yy=1e+06 is far larger than the curvature of the lower level, make it smaller" in message
-        assert "kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it" in message
+        assert (
+            "the inner loop made 7 iterations and its residual is 1.73, above 1.41e-06 (accuracy zeta=1e-12"
+            in message
+        )
+        assert (
+            "If L_yy=1e+06 is far larger than the curvature of the lower level, make it smaller"
+            in message
+        )
+        assert (
+            "kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it"
+            in message
+        )
         assert "batch normalisation makes g another function at every step" in message
         assert isinstance(caught.value, BilevelError)
 
@@ -240,18 +291,27 @@ class TestInnerLoopError:
         needed = problem.calls.lower
         inexact_prox(problem.at(x), y, y, 1e-6, envelope, Free(), L_yy=2.0, max_inner=needed)
         with pytest.raises(InnerLoopError):
-            inexact_prox(problem.at(x), y, y, 1e-6, envelope, Free(), L_yy=2.0, max_inner=needed - 1)
+            inexact_prox(
+                problem.at(x), y, y, 1e-6, envelope, Free(), L_yy=2.0, max_inner=needed - 1
+            )
 
     def test_non_finite_at_the_start_is_an_error(self) -> None:
-        lower = BilevelProblem(lambda x, y: y.sum(), lambda x, y: torch.log(y).sum()).at(torch.ones(1))
+        lower = BilevelProblem(lambda x, y: y.sum(), lambda x, y: torch.log(y).sum()).at(
+            torch.ones(1)
+        )
         y, envelope = -torch.ones(3), Envelope(rho=1.0, sigma=0.0, delta=1.0)
         with pytest.raises(NonFiniteError, match="lower-level function g"):
             inexact_prox(lower, y, y, 1e-3, envelope, Free(), L_yy=1.0)
 
     def test_non_finite_on_the_way_halves_the_step(self) -> None:
         # -log y + y^2/2 + (y - c)^2/2 has its minimiser inside y > 0; a full step from 0.01 jumps out of the domain.
-        problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: (-torch.log(y) + y**2 / 2).sum())
-        y, envelope = torch.full((1,), 3.0, dtype=torch.float64), Envelope(rho=1.0, sigma=0.0, delta=1.0)
+        problem = BilevelProblem(
+            lambda x, y: y.sum(), lambda x, y: (-torch.log(y) + y**2 / 2).sum()
+        )
+        y, envelope = (
+            torch.full((1,), 3.0, dtype=torch.float64),
+            Envelope(rho=1.0, sigma=0.0, delta=1.0),
+        )
         z, halvings = inexact_prox(problem.at(y), y, y, 1e-16, envelope, Free(), L_yy=-0.8)
         # -1/z + z + z - 3 = 0
         assert float(z) == pytest.approx((3 + math.sqrt(17)) / 4, abs=1e-7)
@@ -264,7 +324,9 @@ class TestFloat32:
     def test_stops_at_its_resolution(self, case: Any, zeta: float) -> None:
         s = Setting(case)
         x, y = s.x.float(), s.y.float()
-        z, halvings = inexact_prox(s.problem.at(x), y, y, zeta, s.envelope, s.problem.lower_set, L_yy=s.L_yy)
+        z, halvings = inexact_prox(
+            s.problem.at(x), y, y, zeta, s.envelope, s.problem.lower_set, L_yy=s.L_yy
+        )
         assert z.dtype == torch.float32
         np.testing.assert_allclose(z.double().numpy(), s.exact_z, rtol=0, atol=1e-5)
         assert halvings == 0
@@ -275,25 +337,49 @@ class TestFloat32:
         # g' = z - x and (z - y)/rho are both near 1000 and cancel at z near 0: the gradient's rounding, not z's, is the floor.
         problem, x, y = self.cancelling(seed)
         z, _ = inexact_prox(
-            problem.at(x), y, y, 1e-10, Envelope(rho=0.7, sigma=0.0, delta=1e-3), Free(), L_yy=1.3, max_inner=1000
+            problem.at(x),
+            y,
+            y,
+            1e-10,
+            Envelope(rho=0.7, sigma=0.0, delta=1e-3),
+            Free(),
+            L_yy=1.3,
+            max_inner=1000,
         )
         assert z.norm() < 1e-2
 
     @pytest.mark.parametrize("seed", range(3))
     def test_precise_prox_stops_there_too(self, seed: int) -> None:
         problem, x, y = self.cancelling(seed)
-        assert precise_prox(problem.at(x), y, 0.7, Free(), tolerance=1e-5, max_iterations=1000).norm() < 1e-2
+        assert (
+            precise_prox(problem.at(x), y, 0.7, Free(), tolerance=1e-5, max_iterations=1000).norm()
+            < 1e-2
+        )
 
     def cancelling(self, seed: int) -> tuple[BilevelProblem, Tensor, Tensor]:
         x = 1000 * torch.randn(20, generator=torch.Generator().manual_seed(seed))
-        return BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2), x, -0.7 * x
+        return (
+            BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2),
+            x,
+            -0.7 * x,
+        )
 
     def test_stops_for_the_paper_s_problem(self) -> None:
         n = 1000
         problem = BilevelProblem(*sine_functions(), Box(-100.0, 100.0), Box(-100.0, 100.0))
         x, y = torch.tensor([-6.0]), torch.linspace(-6.0, 6.0, n)
-        z, _ = inexact_prox(problem.at(x), y, y, 1e-30, Envelope(rho=0.5, sigma=1.0, delta=1e-3), problem.lower_set, L_yy=1.0)
-        exact = reference.prox(reference.sine(n)[0], x.double().numpy(), y.double().numpy(), 0.5, 1e-8)
+        z, _ = inexact_prox(
+            problem.at(x),
+            y,
+            y,
+            1e-30,
+            Envelope(rho=0.5, sigma=1.0, delta=1e-3),
+            problem.lower_set,
+            L_yy=1.0,
+        )
+        exact = reference.prox(
+            reference.sine(n)[0], x.double().numpy(), y.double().numpy(), 0.5, 1e-8
+        )
         np.testing.assert_allclose(z.double().numpy(), exact, rtol=0, atol=1e-5)
 
 
@@ -318,14 +404,17 @@ class TestPreciseProx:
         built = problem.build()
         z = precise_prox(built.at(x), y, problem.envelope.rho, built.lower_set, tolerance=1e-10)
         scaled = built.in_units(1.0, 100.0)
-        again = precise_prox(scaled.at(x), y / 100.0, problem.envelope.rho / 1e4, scaled.lower_set, tolerance=1e-8)
+        again = precise_prox(
+            scaled.at(x), y / 100.0, problem.envelope.rho / 1e4, scaled.lower_set, tolerance=1e-8
+        )
         torch.testing.assert_close(again * 100.0, z, rtol=0, atol=1e-8)
 
     def test_the_cap_is_a_named_error(self) -> None:
         problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - 1) ** 2).sum() * 5e3)
         y = torch.zeros(3, dtype=torch.float64)
         with pytest.raises(
-            InnerLoopError, match=r"^the evaluation of the Moreau gap made 5 iterations with rho=1 and its gradient"
+            InnerLoopError,
+            match=r"^the evaluation of the Moreau gap made 5 iterations with rho=1 and its gradient",
         ):
             precise_prox(problem.at(y), y, 1.0, Free(), tolerance=1e-9, max_iterations=5)
 
@@ -345,8 +434,14 @@ class TestEnvelope:
             ({"rho": math.inf}, "`rho=inf` must be positive and finite."),
             ({"rho": math.nan}, "`rho=nan` must be positive and finite."),
             ({"delta": 0.0}, "`delta=0.0` must be positive and finite."),
-            ({"sigma": -0.1}, "`sigma=-0.1` must be nonnegative and finite (0 for a convex lower level)."),
-            ({"sigma": math.nan}, "`sigma=nan` must be nonnegative and finite (0 for a convex lower level)."),
+            (
+                {"sigma": -0.1},
+                "`sigma=-0.1` must be nonnegative and finite (0 for a convex lower level).",
+            ),
+            (
+                {"sigma": math.nan},
+                "`sigma=nan` must be nonnegative and finite (0 for a convex lower level).",
+            ),
             (
                 {"rho": 0.5, "sigma": 2.0},
                 "`rho=0.5` must be smaller than 1/sigma = 0.5: otherwise the Moreau subproblem is not strongly convex.",

@@ -16,7 +16,9 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.sets import Box, Free, Scaled
 
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 NX, NY = 3, 4
 W = torch.randn(NY, NX, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -39,7 +41,9 @@ def loss_of_features(features: Tensor, y: Tensor) -> Tensor:
 
 def point(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return tuple(torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for n in (NX, NY, NY))
+    return tuple(
+        torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for n in (NX, NY, NY)
+    )
 
 
 def by_autograd(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +55,9 @@ def by_autograd(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tenso
 def assert_same(got: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None:
     for a, b in zip(got, expected, strict=True):
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(torch.as_tensor(a, dtype=dtype), b, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.as_tensor(a, dtype=dtype), b, rtol=tolerance, atol=tolerance
+        )
 
 
 @both_dtypes
@@ -82,8 +88,12 @@ class TestOracles:
         problem = BilevelProblem(f, g)
         upper, gap = problem.upper(x, y), problem.at(x).gap(y, z)
         assert_same([problem.upper_x(x, y)], [upper.grad_x], dtype)
-        assert_same(problem.upper_y(x, y), (torch.tensor(upper.value, dtype=dtype), upper.grad_y), dtype)
-        assert_same(problem.at(x).gap_x(y, z), (torch.tensor(gap.value_y, dtype=dtype), gap.grad_x), dtype)
+        assert_same(
+            problem.upper_y(x, y), (torch.tensor(upper.value, dtype=dtype), upper.grad_y), dtype
+        )
+        assert_same(
+            problem.at(x).gap_x(y, z), (torch.tensor(gap.value_y, dtype=dtype), gap.grad_x), dtype
+        )
 
 
 def test_works_under_no_grad_and_on_parameters_without_touching_them() -> None:
@@ -114,7 +124,9 @@ class TestChunks:
         weight = torch.randn(9, NX, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
         def lower(index: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
-            return lambda x, y: (torch.sigmoid(weight[index] @ x) * torch.sin(rows[index] @ y)).sum()
+            return lambda x, y: (
+                torch.sigmoid(weight[index] @ x) * torch.sin(rows[index] @ y)
+            ).sum()
 
         def upper(index: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
             return lambda x, y: (torch.cos(rows[index] @ y) * (weight[index] @ x)).sum()
@@ -130,7 +142,10 @@ class TestChunks:
         chunked, whole = self.data()
         tensors = [torch.as_tensor(v, dtype=torch.float64) for v in whole.upper(x, y)]
         assert_same(chunked.upper(x, y), tensors)
-        assert_same(chunked.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in whole.at(x).gap(y, z)])
+        assert_same(
+            chunked.at(x).gap(y, z),
+            [torch.as_tensor(v, dtype=torch.float64) for v in whole.at(x).gap(y, z)],
+        )
         assert_same([chunked.at(x).gradient(z)], [whole.at(x).gradient(z)])
         assert chunked.at(x).value(z) == pytest.approx(whole.at(x).value(z), rel=1e-13)
 
@@ -160,12 +175,16 @@ class TestFeatures:
         assert split.at(x).value(z) == pytest.approx(plain.at(x).value(z), rel=1e-6)
         lower = split.at(x)
         lower.gap(z, y)
-        assert_same(lower.gap(y, z), expected, dtype)  # a second gap, for which the features' graph is made again
+        assert_same(
+            lower.gap(y, z), expected, dtype
+        )  # a second gap, for which the features' graph is made again
 
     def test_is_evaluated_once_per_x_for_the_inner_loop_and_the_gap(self) -> None:
         x, y, z = point()
         seen = []
-        problem = BilevelProblem(f, loss_of_features, features=lambda x: seen.append(x) or features(x))
+        problem = BilevelProblem(
+            f, loss_of_features, features=lambda x: seen.append(x) or features(x)
+        )
         lower = problem.at(x)
         for _ in range(5):
             lower.gradient(z)
@@ -188,7 +207,10 @@ class TestFeatures:
 
         split = BilevelProblem(f, lower, features=structured)
         plain = BilevelProblem(f, lambda x, y: g(x, y) * x.sum())
-        assert_same(split.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+        assert_same(
+            split.at(x).gap(y, z),
+            [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)],
+        )
         assert_same([split.at(x).gradient(z)], [plain.at(x).gradient(z)])
 
     def test_one_per_chunk(self) -> None:
@@ -202,12 +224,20 @@ class TestFeatures:
 
             return evaluate
 
-        chunked = BilevelProblem(f, [loss_of_features, loss_of_features], features=[part(0), part(1)])
+        chunked = BilevelProblem(
+            f, [loss_of_features, loss_of_features], features=[part(0), part(1)]
+        )
         plain = BilevelProblem(f, lambda x, y: g(x, y) + g(2 * x, y))
         lower = chunked.at(x)
-        assert_same([lower.gradient(z), lower.gradient(y)], [plain.at(x).gradient(z), plain.at(x).gradient(y)])
+        assert_same(
+            [lower.gradient(z), lower.gradient(y)],
+            [plain.at(x).gradient(z), plain.at(x).gradient(y)],
+        )
         assert count == [1, 1]
-        assert_same(lower.gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+        assert_same(
+            lower.gap(y, z),
+            [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)],
+        )
         assert count == [2, 2]
 
 
@@ -227,11 +257,20 @@ class TestOutputs:
     @both_dtypes
     def test_equals_the_plain_function_bit_for_bit(self, dtype: torch.dtype) -> None:
         x, y, z = point(dtype)
-        plain, split = BilevelProblem(f, weighted), BilevelProblem(f, loss_of_outputs, outputs=outputs)
+        plain, split = (
+            BilevelProblem(f, weighted),
+            BilevelProblem(f, loss_of_outputs, outputs=outputs),
+        )
         for point_x in (x, x + 1.0):  # the second x finds both points known
             for first, second in ((y, z), (z, y), (y, y)):
-                expected, got = plain.at(point_x).gap(first, second), split.at(point_x).gap(first, second)
-                assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, expected, strict=True))
+                expected, got = (
+                    plain.at(point_x).gap(first, second),
+                    split.at(point_x).gap(first, second),
+                )
+                assert all(
+                    torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+                    for a, b in zip(got, expected, strict=True)
+                )
             assert torch.equal(split.at(point_x).gradient(z), plain.at(point_x).gradient(z))
             assert torch.equal(split.at(point_x).gap_x(y, z)[1], plain.at(point_x).gap_x(y, z)[1])
             assert split.at(point_x).value(z) == plain.at(point_x).value(z)
@@ -246,7 +285,9 @@ class TestOutputs:
         problem.at(x + 2.0).gap(y, z)
         problem.at(x).value(y)
         assert len(seen) == 2
-        problem.at(x).gradient(z + 1.0)  # on the way of an inner loop: neither kept nor in the place of another
+        problem.at(x).gradient(
+            z + 1.0
+        )  # on the way of an inner loop: neither kept nor in the place of another
         problem.at(x).gradient(z)
         problem.at(x).gradient(y)
         assert len(seen) == 3
@@ -268,17 +309,24 @@ class TestOutputs:
         x, y, z = point()
         seen = []
         problem = BilevelProblem(
-            f, [loss_of_outputs, loss_of_outputs], outputs=[lambda y: seen.append(y) or outputs(y), lambda y: outputs(2 * y)]
+            f,
+            [loss_of_outputs, loss_of_outputs],
+            outputs=[lambda y: seen.append(y) or outputs(y), lambda y: outputs(2 * y)],
         )
         plain = BilevelProblem(f, lambda x, y: weighted(x, y) + weighted(x, 2 * y))
         for _ in range(2):
-            assert_same(problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+            assert_same(
+                problem.at(x).gap(y, z),
+                [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)],
+            )
         assert len(seen) == 4
 
     @pytest.mark.parametrize("share", [0.0, 0.25])
     def test_in_a_part_of_the_data(self, share: float) -> None:
         x, _, z = point()
-        part = BilevelProblem(f, loss_of_outputs, outputs=outputs).on_this_rank(1.0, share, lambda tensor: tensor + 0.0)
+        part = BilevelProblem(f, loss_of_outputs, outputs=outputs).on_this_rank(
+            1.0, share, lambda tensor: tensor + 0.0
+        )
         if share == 0.0:
             assert part.at(x).value(z) == 0.0
         else:
@@ -302,12 +350,18 @@ class TestOutputs:
     def test_does_not_hide_that_g_is_random(self) -> None:
         x, y, _ = point()
         problem = BilevelProblem(f, loss_of_outputs, outputs=lambda y: torch.rand(()) * outputs(y))
-        with pytest.raises(BilevelError, match=r"The lower-level function g was .* and then .* at the same point"):
+        with pytest.raises(
+            BilevelError, match=r"The lower-level function g was .* and then .* at the same point"
+        ):
             problem.check(x, y)
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: BilevelProblem(f, weighted), lambda: BilevelProblem(f, loss_of_outputs, outputs=outputs)]
+    "build",
+    [
+        lambda: BilevelProblem(f, weighted),
+        lambda: BilevelProblem(f, loss_of_outputs, outputs=outputs),
+    ],
 )
 def test_a_gap_uses_the_gradient_that_was_kept(build: Callable[[], BilevelProblem]) -> None:
     x, y, z = point()
@@ -316,7 +370,10 @@ def test_a_gap_uses_the_gradient_that_was_kept(build: Callable[[], BilevelProble
     lower.gradient(z)
     gap = lower.gap(y, z)
     assert gap.grad_y is known
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(gap, expected, strict=True))
+    assert all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(gap, expected, strict=True)
+    )
     y += 1.0
     assert torch.equal(lower.gap(y, z).grad_y, build().at(x).gap(y, z).grad_y)
 
@@ -339,13 +396,16 @@ class TestRemembered:
         x += 1.0
         assert problem.at(x) is not lower
         assert_same(
-            problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in BilevelProblem(f, g).at(x).gap(y, z)]
+            problem.at(x).gap(y, z),
+            [torch.as_tensor(v, dtype=torch.float64) for v in BilevelProblem(f, g).at(x).gap(y, z)],
         )
 
     def test_has_the_features_of_an_x_that_is_asked_for_again(self) -> None:
         x, y, z = point()
         seen = []
-        problem = BilevelProblem(f, loss_of_features, features=lambda x: seen.append(x) or features(x))
+        problem = BilevelProblem(
+            f, loss_of_features, features=lambda x: seen.append(x) or features(x)
+        )
         problem.at(x).gradient(z)
         problem.at(x).gap(y, z)
         assert len(seen) == 1
@@ -392,10 +452,15 @@ class TestRemembered:
 
     def test_may_be_a_dataclass(self) -> None:
         x, y, z = point()
-        problem = BilevelProblem(f, lambda made, y: loss_of_features(made.it, y), features=lambda x: Made(features(x)))
+        problem = BilevelProblem(
+            f, lambda made, y: loss_of_features(made.it, y), features=lambda x: Made(features(x))
+        )
         plain = BilevelProblem(f, g)
         assert torch.equal(problem.at(x).gradient(z), plain.at(x).gradient(z))
-        assert_same(problem.at(x).gap(y, z), [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)])
+        assert_same(
+            problem.at(x).gap(y, z),
+            [torch.as_tensor(v, dtype=torch.float64) for v in plain.at(x).gap(y, z)],
+        )
 
 
 class TestUnits:
@@ -420,14 +485,23 @@ class TestUnits:
         x, y, z = point()
         a, b = units
         whole, split = (
-            p.in_units(*units) for p in (BilevelProblem(f, weighted), BilevelProblem(f, loss_of_outputs, outputs=outputs))
+            p.in_units(*units)
+            for p in (
+                BilevelProblem(f, weighted),
+                BilevelProblem(f, loss_of_outputs, outputs=outputs),
+            )
         )
         expected = whole.at(x / a).gap(y / b, z / b)
-        assert_same(split.at(x / a).gap(y / b, z / b), [torch.as_tensor(v, dtype=torch.float64) for v in expected])
+        assert_same(
+            split.at(x / a).gap(y / b, z / b),
+            [torch.as_tensor(v, dtype=torch.float64) for v in expected],
+        )
 
     def test_with_outputs_that_are_a_structure(self) -> None:
         x, y, z = point()
-        split = BilevelProblem(f, lambda x, out: loss_of_outputs(x, out["it"]), outputs=lambda y: {"it": outputs(y)})
+        split = BilevelProblem(
+            f, lambda x, out: loss_of_outputs(x, out["it"]), outputs=lambda y: {"it": outputs(y)}
+        )
         whole = BilevelProblem(f, weighted)
         for units in ((1.0, 0.5), (2.0, 0.5)):
             a, b = units
@@ -456,7 +530,9 @@ class TestUnits:
         x, y, _ = point()
         twice = BilevelProblem(f, g).in_units(2.0, 3.0).in_units(5.0, 7.0)
         assert twice.units == (10.0, 21.0)
-        assert twice.upper(x / 10, y / 21).value == pytest.approx(BilevelProblem(f, g).upper(x, y).value)
+        assert twice.upper(x / 10, y / 21).value == pytest.approx(
+            BilevelProblem(f, g).upper(x, y).value
+        )
 
 
 class TestReduce:
@@ -528,7 +604,9 @@ class TestReduce:
         x, y, _ = point()
 
         def work(rank: int, reduce: Any) -> Any:
-            return BilevelProblem(f if rank else lambda x, y: (y**2).sum(), g, reduce=reduce).upper(x, y)
+            return BilevelProblem(f if rank else lambda x, y: (y**2).sum(), g, reduce=reduce).upper(
+                x, y
+            )
 
         expected = by_autograd(lambda x, y: f(x, y) + (y**2).sum(), x, y)
         for got in self.run(work):
@@ -536,10 +614,18 @@ class TestReduce:
 
     def test_a_function_without_y_is_refused_here_too(self) -> None:
         x, y, z = point()
-        problem = BilevelProblem(lambda x, y: (x**2).sum(), lambda x, y: (x**2).sum(), reduce=lambda tensor: 2 * tensor)
-        with pytest.raises(ValueError, match="upper-level function f does not depend on the lower-level variables y"):
+        problem = BilevelProblem(
+            lambda x, y: (x**2).sum(), lambda x, y: (x**2).sum(), reduce=lambda tensor: 2 * tensor
+        )
+        with pytest.raises(
+            ValueError,
+            match="upper-level function f does not depend on the lower-level variables y",
+        ):
             problem.upper(x, y)
-        with pytest.raises(ValueError, match="lower-level function g does not depend on the lower-level variables y"):
+        with pytest.raises(
+            ValueError,
+            match="lower-level function g does not depend on the lower-level variables y",
+        ):
             problem.at(x).gradient(z)
 
     def test_a_function_without_x_takes_no_pass_here_either(self) -> None:
@@ -625,7 +711,9 @@ class TestCalls:
         x, y, z = point()
         gap = BilevelProblem(f, lambda x, y: (y**2).sum()).at(x).gap(y, z)
         assert torch.equal(gap.grad_x, torch.zeros_like(x))
-        assert torch.equal(BilevelProblem(f, lambda x, y: (y**2).sum()).at(x).gap_x(y, z)[1], torch.zeros_like(x))
+        assert torch.equal(
+            BilevelProblem(f, lambda x, y: (y**2).sum()).at(x).gap_x(y, z)[1], torch.zeros_like(x)
+        )
 
 
 class TestCheck:
@@ -642,27 +730,41 @@ class TestCheck:
 
         problem = BilevelProblem(noisy, g) if name == "f" else BilevelProblem(f, noisy)
         level = {"f": "The upper-level function f", "g": "The lower-level function g"}[name]
-        with pytest.raises(BilevelError, match=rf"^{level} was \S+ and then \S+ at the same point: .*deterministic objective"):
+        with pytest.raises(
+            BilevelError,
+            match=rf"^{level} was \S+ and then \S+ at the same point: .*deterministic objective",
+        ):
             problem.check(*point(dtype)[:2])
 
     def test_catches_a_drift(self) -> None:
         count = iter(range(100))
         drifting = BilevelProblem(lambda x, y: f(x, y) * (1.0 + 1e-4 * next(count)), g)
-        with pytest.raises(BilevelError, match=r"^The upper-level function f was .* deterministic objective"):
+        with pytest.raises(
+            BilevelError, match=r"^The upper-level function f was .* deterministic objective"
+        ):
             drifting.check(*point(torch.float32)[:2])
 
     @pytest.mark.parametrize(("change", "seen"), [(25, False), (35, True)])
     @both_dtypes
-    def test_sees_a_change_of_more_than_30_roundings(self, dtype: torch.dtype, change: int, seen: bool) -> None:
+    def test_sees_a_change_of_more_than_30_roundings(
+        self, dtype: torch.dtype, change: int, seen: bool
+    ) -> None:
         problem, (x, y, _) = BilevelProblem(f, g), point(dtype)
         value = problem.upper(x, y).value
-        context = pytest.raises(BilevelError, match="deterministic") if seen else contextlib.nullcontext()
+        context = (
+            pytest.raises(BilevelError, match="deterministic") if seen else contextlib.nullcontext()
+        )
         with context:
-            problem.check_unchanged(x, y, value * (1.0 + change * torch.finfo(dtype).eps), problem.at(x).value(y))
+            problem.check_unchanged(
+                x, y, value * (1.0 + change * torch.finfo(dtype).eps), problem.at(x).value(y)
+            )
 
     def test_returns_the_gradients_at_the_start(self) -> None:
         """f = 2 x + 3 y and g = (y - x)^2 / 2 at x = 1, y = 3; a bound at 3 does not hold y, which g pulls down."""
-        upper, lower = (lambda x, y: 2 * x.sum() + 3 * y.sum()), (lambda x, y: ((y - x) ** 2).sum() / 2)
+        upper, lower = (
+            (lambda x, y: 2 * x.sum() + 3 * y.sum()),
+            (lambda x, y: ((y - x) ** 2).sum() / 2),
+        )
         x, y = torch.tensor([1.0]), torch.tensor([3.0])
         for box, expected in ((Box(-3, 3), 2.0), (Box(3, 5), 0.0), (None, 2.0)):
             found = BilevelProblem(upper, lower, lower_set=box).check(x, y)
@@ -677,7 +779,10 @@ class TestCheck:
         BilevelProblem(rounded, g).check(*point()[:2])
 
     def test_finds_a_lower_level_without_y(self) -> None:
-        with pytest.raises(ValueError, match="lower-level function g does not depend on the lower-level variables y"):
+        with pytest.raises(
+            ValueError,
+            match="lower-level function g does not depend on the lower-level variables y",
+        ):
             BilevelProblem(f, lambda x, y: (x**2).sum()).check(*point()[:2])
 
 
@@ -691,11 +796,18 @@ class TestErrors:
 
         problem = BilevelProblem(wrong, wrong)
         message = f"returned a value {bad} at a point with norms 5, 1."
-        with pytest.raises(NonFiniteError, match=f"^The upper-level function f {re.escape(message)}$"):
+        with pytest.raises(
+            NonFiniteError, match=f"^The upper-level function f {re.escape(message)}$"
+        ):
             problem.upper(self.X, self.Y)
-        with pytest.raises(NonFiniteError, match=f"^The lower-level function g {re.escape(message)}$"):
+        with pytest.raises(
+            NonFiniteError, match=f"^The lower-level function g {re.escape(message)}$"
+        ):
             problem.at(self.X).value(self.Y)
-        with pytest.raises(NonFiniteError, match=f"^The lower-level function g returned a value {bad} at a point with norm 1"):
+        with pytest.raises(
+            NonFiniteError,
+            match=f"^The lower-level function g returned a value {bad} at a point with norm 1",
+        ):
             problem.at(self.X).gradient(self.Y)
 
     def test_non_finite_gradient(self) -> None:
@@ -736,16 +848,27 @@ class TestErrors:
         ],
     )
     def test_not_a_scalar_tensor(self, value: Any, got: str) -> None:
-        problem, rule = BilevelProblem(value, value), "it must return a scalar tensor, such as a mean or a sum."
-        with pytest.raises(TypeError, match=re.escape(f"The upper-level function f returned {got}: {rule}")):
+        problem, rule = (
+            BilevelProblem(value, value),
+            "it must return a scalar tensor, such as a mean or a sum.",
+        )
+        with pytest.raises(
+            TypeError, match=re.escape(f"The upper-level function f returned {got}: {rule}")
+        ):
             problem.upper(self.X, self.Y)
-        with pytest.raises(TypeError, match=re.escape(f"The lower-level function g returned {got}: {rule}")):
+        with pytest.raises(
+            TypeError, match=re.escape(f"The lower-level function g returned {got}: {rule}")
+        ):
             problem.at(self.X).gradient(self.Y)
-        with pytest.raises(TypeError, match=re.escape(f"The lower-level function g returned {got}: {rule}")):
+        with pytest.raises(
+            TypeError, match=re.escape(f"The lower-level function g returned {got}: {rule}")
+        ):
             problem.at(self.X).value(self.Y)
 
     @pytest.mark.parametrize(
-        "wrong", [lambda x, y: (x**2).sum(), lambda x, y: (y.detach() ** 2).sum()], ids=["x only", "detached"]
+        "wrong",
+        [lambda x, y: (x**2).sum(), lambda x, y: (y.detach() ** 2).sum()],
+        ids=["x only", "detached"],
     )
     def test_independent_of_y(self, wrong: Any) -> None:
         problem = BilevelProblem(wrong, wrong)
@@ -761,9 +884,18 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: BilevelProblem(3.0, g), "`BilevelProblem(upper=3.0)` must be a function, or a non-empty list of functions."),
-            (lambda: BilevelProblem(f, []), "`BilevelProblem(lower=[])` must be a function, or a non-empty list of functions."),
-            (lambda: BilevelProblem(f, [3]), "`BilevelProblem(lower=[3])` must be a function, or a non-empty list of functions."),
+            (
+                lambda: BilevelProblem(3.0, g),
+                "`BilevelProblem(upper=3.0)` must be a function, or a non-empty list of functions.",
+            ),
+            (
+                lambda: BilevelProblem(f, []),
+                "`BilevelProblem(lower=[])` must be a function, or a non-empty list of functions.",
+            ),
+            (
+                lambda: BilevelProblem(f, [3]),
+                "`BilevelProblem(lower=[3])` must be a function, or a non-empty list of functions.",
+            ),
             (
                 lambda: BilevelProblem(f, loss_of_features, features="x"),
                 "`BilevelProblem(features='x')` must be a function, or a non-empty list of functions.",
@@ -783,14 +915,20 @@ class TestErrors:
             make()
 
     def test_as_many_features_as_terms(self) -> None:
-        message = "`BilevelProblem` was given 1 features for 2 terms of `lower`: each term needs its own."
+        message = (
+            "`BilevelProblem` was given 1 features for 2 terms of `lower`: each term needs its own."
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             BilevelProblem(f, [loss_of_features, loss_of_features], features=features)
 
     def test_as_many_outputs_as_terms_and_no_features_with_them(self) -> None:
-        with pytest.raises(ValueError, match="was given 1 outputs for 2 terms of `lower`: each term needs its own"):
+        with pytest.raises(
+            ValueError, match="was given 1 outputs for 2 terms of `lower`: each term needs its own"
+        ):
             BilevelProblem(f, [loss_of_outputs, loss_of_outputs], outputs=outputs)
-        with pytest.raises(ValueError, match="was given features and outputs: g may have one or the other"):
+        with pytest.raises(
+            ValueError, match="was given features and outputs: g may have one or the other"
+        ):
             BilevelProblem(f, loss_of_outputs, features=features, outputs=outputs)
 
 

@@ -7,7 +7,16 @@ import torch
 from helpers import simplex_projection
 from torch import Tensor
 
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, NonNegative, Product, Scaled, Simplex
+from lightning_bilevel.core.sets import (
+    Ball,
+    Box,
+    ConvexSet,
+    Free,
+    NonNegative,
+    Product,
+    Scaled,
+    Simplex,
+)
 
 N, INF = 6, float("inf")
 SETS: dict[str, ConvexSet] = {
@@ -28,13 +37,18 @@ SETS: dict[str, ConvexSet] = {
     "scaled product": Scaled(Product([Simplex(), Box(0.0, 0.7)], [3, 3]), 7.0),
 }
 every_set = pytest.mark.parametrize("convex_set", SETS.values(), ids=SETS.keys())
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 
 
 def vectors(count: int, dtype: torch.dtype = torch.float64, n: int = N) -> list[Tensor]:
     """Points near and far, some of them with equal and with zero coordinates."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [10.0 ** (i % 3 - 1) * torch.randn(n, generator=generator, dtype=torch.float64) for i in range(count)]
+    drawn = [
+        10.0 ** (i % 3 - 1) * torch.randn(n, generator=generator, dtype=torch.float64)
+        for i in range(count)
+    ]
     return [v.to(dtype) for v in (*drawn, torch.zeros(n), torch.ones(n), -3.0 * torch.ones(n))]
 
 
@@ -46,7 +60,12 @@ class TestProjection:
             once = convex_set.project(v)
             assert once.dtype == dtype
             assert once.shape == v.shape
-            torch.testing.assert_close(convex_set.project(once), once, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=1e-7)
+            torch.testing.assert_close(
+                convex_set.project(once),
+                once,
+                rtol=1e-6 if dtype == torch.float32 else 1e-14,
+                atol=1e-7,
+            )
 
     def test_is_nonexpansive(self, convex_set: ConvexSet, dtype: torch.dtype) -> None:
         points = vectors(12, dtype)
@@ -68,7 +87,12 @@ class TestProjection:
         for v, nearest in zip(points, members, strict=True):
             for c in members:
                 outward, inward = (v - nearest).double(), (c - nearest).double()
-                slack = 20 * torch.finfo(dtype).eps * (1.0 + v.norm()) * (1.0 + c.norm() + nearest.norm())
+                slack = (
+                    20
+                    * torch.finfo(dtype).eps
+                    * (1.0 + v.norm())
+                    * (1.0 + c.norm() + nearest.norm())
+                )
                 assert outward @ inward <= slack
 
 
@@ -80,17 +104,27 @@ class TestProjection:
         ("point", lambda v: (v - 0.3).abs().max()),
         ("nonnegative", lambda v: torch.relu(-v).max()),
         ("ball", lambda v: torch.relu(v.norm() - 1.3)),
-        ("ball elsewhere", lambda v: torch.relu((v - torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, 0.0]).double()).norm() - 0.7)),
+        (
+            "ball elsewhere",
+            lambda v: torch.relu(
+                (v - torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, 0.0]).double()).norm() - 0.7
+            ),
+        ),
         ("simplex", lambda v: torch.maximum((v.sum() - 1.0).abs(), torch.relu(-v).max())),
         ("simplex of 3", lambda v: torch.maximum((v.sum() - 3.0).abs(), torch.relu(-v).max())),
-        ("product", lambda v: torch.maximum((v[1:4].sum() - 2.0).abs(), torch.relu(v[4:].norm() - 0.5))),
+        (
+            "product",
+            lambda v: torch.maximum((v[1:4].sum() - 2.0).abs(), torch.relu(v[4:].norm() - 0.5)),
+        ),
         ("scaled box", lambda v: torch.relu(torch.maximum(-10.0 - v, v - 5.0)).max()),
         ("scaled ball", lambda v: torch.relu((3.0 * v - 0.5).norm() - 2.0)),
     ],
 )
 def test_projection_lies_in_the_set(name: str, violation, dtype: torch.dtype) -> None:
     for v in vectors(12, dtype):
-        assert float(violation(SETS[name].project(v).double())) <= 20 * torch.finfo(dtype).eps * (1.0 + float(v.norm()))
+        assert float(violation(SETS[name].project(v).double())) <= 20 * torch.finfo(dtype).eps * (
+            1.0 + float(v.norm())
+        )
 
 
 @pytest.mark.parametrize("total", [1.0, 0.01, 30.0])
@@ -98,12 +132,17 @@ def test_projection_lies_in_the_set(name: str, violation, dtype: torch.dtype) ->
 def test_simplex_projection_equals_bisection(n: int, total: float) -> None:
     for v in vectors(10, n=n):
         expected = simplex_projection(v.numpy(), total)
-        np.testing.assert_allclose(Simplex(total).project(v).numpy(), expected, atol=1e-12 * (1 + float(v.norm())))
+        np.testing.assert_allclose(
+            Simplex(total).project(v).numpy(), expected, atol=1e-12 * (1 + float(v.norm()))
+        )
 
 
 def test_box_bounds_meet_the_variable_in_its_own_dtype() -> None:
     assert torch.equal(Box(-0.1, 0.1).project(torch.tensor([5.0])), torch.tensor([0.1]))
-    assert torch.equal(Box(-0.1, 0.1).project(torch.tensor([5.0]).double()), torch.tensor([0.1], dtype=torch.float64))
+    assert torch.equal(
+        Box(-0.1, 0.1).project(torch.tensor([5.0]).double()),
+        torch.tensor([0.1], dtype=torch.float64),
+    )
 
 
 def test_a_set_keeps_no_reference_to_the_given_bounds() -> None:
@@ -114,14 +153,18 @@ def test_a_set_keeps_no_reference_to_the_given_bounds() -> None:
 
 
 @every_set
-def test_normal_cone_distance_is_the_length_of_the_projected_direction(convex_set: ConvexSet) -> None:
+def test_normal_cone_distance_is_the_length_of_the_projected_direction(
+    convex_set: ConvexSet,
+) -> None:
     # P(v - t d) - v = t P_T(-d) + O(t^2) with T the tangent cone, and |P_T(-d)| = dist(0, d + N).
     t = 1e-6
     for v in map(convex_set.project, vectors(12)):
         for d in vectors(6):
             expected = (v - convex_set.project(v - t * d)).norm() / t
             got = convex_set.normal_cone_distance(v, d)
-            assert got == pytest.approx(float(expected), rel=1e-4, abs=1e-8 + 1e-4 * float(d.norm()))
+            assert got == pytest.approx(
+                float(expected), rel=1e-4, abs=1e-8 + 1e-4 * float(d.norm())
+            )
 
 
 @every_set
@@ -137,11 +180,18 @@ def test_normal_cone_distance_is_zero_at_constrained_minimisers(convex_set: Conv
             v = convex_set.project(v - step * (H @ (v - center)))
         assert convex_set.normal_cone_distance(v, H @ (v - center)) < 1e-9
         if convex_set is not SETS["point"]:  # whose normal cone is the whole space
-            assert convex_set.normal_cone_distance(v, torch.randn(N, generator=generator, dtype=torch.float64)) > 1e-3
+            assert (
+                convex_set.normal_cone_distance(
+                    v, torch.randn(N, generator=generator, dtype=torch.float64)
+                )
+                > 1e-3
+            )
 
 
 @every_set
-def test_normal_cone_distance_of_a_projected_float32_point_absorbs_the_residual(convex_set: ConvexSet) -> None:
+def test_normal_cone_distance_of_a_projected_float32_point_absorbs_the_residual(
+    convex_set: ConvexSet,
+) -> None:
     # d = Pv - v lies in -N_C(Pv), so the distance vanishes up to the rounding of the point.
     for v in vectors(12, torch.float32):
         nearest = convex_set.project(v)
@@ -149,7 +199,11 @@ def test_normal_cone_distance_of_a_projected_float32_point_absorbs_the_residual(
 
 
 def test_normal_cone_distance_by_hand() -> None:
-    box, v, d = Box([0.0, 0.0, -INF], [1.0, 1.0, INF]), torch.tensor([0.0, 1.0, 7.0]), torch.tensor([3.0, 4.0, 12.0])
+    box, v, d = (
+        Box([0.0, 0.0, -INF], [1.0, 1.0, INF]),
+        torch.tensor([0.0, 1.0, 7.0]),
+        torch.tensor([3.0, 4.0, 12.0]),
+    )
     assert box.normal_cone_distance(v, d) == pytest.approx(np.hypot(4.0, 12.0))
     assert box.normal_cone_distance(v, -d) == pytest.approx(np.hypot(3.0, 12.0))
     ball, v = Ball(2.0), torch.tensor([2.0, 0.0])
@@ -158,8 +212,12 @@ def test_normal_cone_distance_by_hand() -> None:
     assert ball.normal_cone_distance(v / 2, torch.tensor([-3.0, 4.0])) == pytest.approx(5.0)
     simplex, v = Simplex(), torch.tensor([0.5, 0.5, 0.0])
     assert simplex.normal_cone_distance(v, torch.tensor([1.0, 1.0, 5.0])) == pytest.approx(0.0)
-    assert simplex.normal_cone_distance(v, torch.tensor([1.0, 3.0, 5.0])) == pytest.approx(np.sqrt(2.0))
-    assert simplex.normal_cone_distance(v, torch.tensor([1.0, 1.0, -2.0])) == pytest.approx(np.sqrt(6.0))
+    assert simplex.normal_cone_distance(v, torch.tensor([1.0, 3.0, 5.0])) == pytest.approx(
+        np.sqrt(2.0)
+    )
+    assert simplex.normal_cone_distance(v, torch.tensor([1.0, 1.0, -2.0])) == pytest.approx(
+        np.sqrt(6.0)
+    )
     assert Box(0.3, 0.3).normal_cone_distance(torch.tensor([0.3]), torch.tensor([9.0])) == 0.0
 
 
@@ -167,7 +225,9 @@ def test_product_is_its_blocks_side_by_side() -> None:
     first, second = Box(-1.0, 1.0), Simplex(2.0)
     product = Product([first, second], [2, 4])
     for v in vectors(10):
-        assert torch.equal(product.project(v), torch.cat([first.project(v[:2]), second.project(v[2:])]))
+        assert torch.equal(
+            product.project(v), torch.cat([first.project(v[:2]), second.project(v[2:])])
+        )
         p, d = product.project(v), v + 1.0
         parts = first.normal_cone_distance(p[:2], d[:2]), second.normal_cone_distance(p[2:], d[2:])
         assert product.normal_cone_distance(p, d) == pytest.approx(np.hypot(*parts))
@@ -180,7 +240,9 @@ def test_scaled_is_the_set_in_other_units(name: str, unit: float) -> None:
     for v in vectors(10):
         torch.testing.assert_close(Scaled(base, unit).project(v / unit) * unit, base.project(v))
         p = base.project(v)
-        assert Scaled(base, unit).normal_cone_distance(p / unit, v) == pytest.approx(base.normal_cone_distance(p, v), rel=1e-6)
+        assert Scaled(base, unit).normal_cone_distance(p / unit, v) == pytest.approx(
+            base.normal_cone_distance(p, v), rel=1e-6
+        )
 
 
 @every_set
@@ -209,9 +271,18 @@ def test_repr(convex_set: ConvexSet, text: str) -> None:
     ("make", "message"),
     [
         (lambda: Box(float("nan"), 1.0), "`Box(nan, 1)`: the lower bound must not be NaN."),
-        (lambda: Box(0.0, [1.0, float("nan")]), "`Box(0, <2 bounds>)`: the upper bound must not be NaN."),
-        (lambda: Box([0.0] * 3, [1.0] * 2), "`Box` was given 3 lower and 2 upper bounds: the numbers must agree."),
-        (lambda: Box(2.0, 1.0), "`Box(lower=2, upper=1)`: the lower bound must not exceed the upper bound."),
+        (
+            lambda: Box(0.0, [1.0, float("nan")]),
+            "`Box(0, <2 bounds>)`: the upper bound must not be NaN.",
+        ),
+        (
+            lambda: Box([0.0] * 3, [1.0] * 2),
+            "`Box` was given 3 lower and 2 upper bounds: the numbers must agree.",
+        ),
+        (
+            lambda: Box(2.0, 1.0),
+            "`Box(lower=2, upper=1)`: the lower bound must not exceed the upper bound.",
+        ),
         (
             lambda: Box([0.0, 2.0, 3.0], 1.0),
             "`Box(lower=2, upper=1)` at coordinate 1 (2 in all): the lower bound must not exceed the upper bound.",
@@ -222,8 +293,14 @@ def test_repr(convex_set: ConvexSet, text: str) -> None:
         (lambda: Ball(float("nan")), "`Ball(radius=nan)` must be positive and finite."),
         (lambda: Simplex(0.0), "`Simplex(total=0.0)` must be positive and finite."),
         (lambda: Simplex(INF), "`Simplex(total=inf)` must be positive and finite."),
-        (lambda: Product([], []), "`Product` was given 0 sets for 0 blocks: one set per block is needed."),
-        (lambda: Product([Free()], [1, 2]), "`Product` was given 1 sets for 2 blocks: one set per block is needed."),
+        (
+            lambda: Product([], []),
+            "`Product` was given 0 sets for 0 blocks: one set per block is needed.",
+        ),
+        (
+            lambda: Product([Free()], [1, 2]),
+            "`Product` was given 1 sets for 2 blocks: one set per block is needed.",
+        ),
         (lambda: Scaled(Free(), 0.0), "`Scaled(unit=0.0)` must be positive and finite."),
         (lambda: Scaled(Free(), -1.0), "`Scaled(unit=-1.0)` must be positive and finite."),
         (

@@ -8,7 +8,9 @@ from lightning_bilevel.core.vectors import dot, norm, squared_distance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 1000, vectors._PIECE, vectors._PIECE + 1, 3 * vectors._PIECE + 17])
+@pytest.mark.parametrize(
+    "size", [1, 1000, vectors._PIECE, vectors._PIECE + 1, 3 * vectors._PIECE + 17]
+)
 def test_a_sum_in_pieces_is_the_sum(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))

@@ -69,9 +69,13 @@ def pairs(n: int, start: int = 0, classes: int = 3) -> TensorDataset:
 # Corruption
 
 
-def corrupted(rate: float, kind: Any = "uniform", seed: int = 0, n: int = 1001, classes: int = 7) -> tuple[Tensor, ...]:
+def corrupted(
+    rate: float, kind: Any = "uniform", seed: int = 0, n: int = 1001, classes: int = 7
+) -> tuple[Tensor, ...]:
     labels = torch.arange(n) % classes
-    return labels, *corrupt_labels(labels, classes, rate, kind, generator=torch.Generator().manual_seed(seed))
+    return labels, *corrupt_labels(
+        labels, classes, rate, kind, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("kind", ["uniform", "pair"])
@@ -89,7 +93,9 @@ def test_uniform_hits_all_other_classes_alike() -> None:
     counts = torch.zeros(7, 7).index_put_((labels, noisy), torch.ones(len(labels)), accumulate=True)
     assert mask.all()
     assert (counts.diagonal() == 0).all()
-    others = counts[~torch.eye(7, dtype=torch.bool)]  # 500 expected in each, with a deviation of about 20
+    others = counts[
+        ~torch.eye(7, dtype=torch.bool)
+    ]  # 500 expected in each, with a deviation of about 20
     assert 400 < float(others.min()) <= float(others.max()) < 600
 
 
@@ -106,7 +112,9 @@ def test_a_higher_rate_corrupts_the_same_labels_and_more(kind: Any) -> None:
 
 
 def test_corruption_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match=r"`corrupt_labels\(corruption=1.5\)` must be between 0 and 1"):
+    with pytest.raises(
+        ValueError, match=r"`corrupt_labels\(corruption=1.5\)` must be between 0 and 1"
+    ):
         corrupted(1.5)
     with pytest.raises(ValueError, match=r"`corrupt_labels\(classes=1\)` must be at least 2"):
         corrupted(0.5, classes=1)
@@ -124,7 +132,9 @@ def test_batches_are_what_a_module_is_promised() -> None:
     assert torch.equal(index, torch.arange(200))
     assert data.corrupted is not None
     assert data.clean_labels is not None
-    assert torch.equal(data.clean_labels, torch.tensor(numbers(images)) % 5)  # labels stay with their images
+    assert torch.equal(
+        data.clean_labels, torch.tensor(numbers(images)) % 5
+    )  # labels stay with their images
     assert torch.equal(noisy != data.clean_labels, data.corrupted)
     assert int(data.corrupted.sum()) == 100
     for images, labels in (data.upper, data.test):
@@ -145,7 +155,11 @@ def test_the_seed_decides_everything_and_nothing_else_does() -> None:
     def outcome(seed: int, **options: Any) -> tuple[list[int], list[int], list[int]]:
         data = tiny(seed=seed, **options)
         assert data.corrupted is not None
-        return numbers(data.lower[0]), numbers(data.upper[0]), (data.lower[1] * data.corrupted).tolist()
+        return (
+            numbers(data.lower[0]),
+            numbers(data.upper[0]),
+            (data.lower[1] * data.corrupted).tolist(),
+        )
 
     torch.manual_seed(1)
     first = outcome(3)
@@ -204,7 +218,9 @@ class Cleaner(IVSPMixin, LightningModule):
     def __init__(self, data: CleaningData) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(data.n_train))
-        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(data.image_shape).numel(), data.classes))
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Linear(torch.Size(data.image_shape).numel(), data.classes)
+        )
         self.declare(upper=self.logits, lower=self.classifier)
         self.evaluated: list[tuple[int, int, torch.dtype]] = []
 
@@ -236,7 +252,9 @@ def test_a_trainer_fits_validates_and_tests_on_it(tmp_path: Path) -> None:
     whole = run.test(module, datamodule=data, verbose=False)[0]["loss"]
     assert data.test is not None
     with torch.no_grad():
-        assert whole == pytest.approx(float(module.upper_loss((data.test[0].double(), data.test[1]))))
+        assert whole == pytest.approx(
+            float(module.upper_loss((data.test[0].double(), data.test[1])))
+        )
 
 
 def test_chunks_train_like_the_whole(tmp_path: Path) -> None:
@@ -259,7 +277,9 @@ def write_idx(folder: Path, prefix: str, images: Tensor, labels: Tensor) -> None
     header = struct.pack(">4i", 0x803, *images.shape)
     (folder / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
     labels_header = struct.pack(">2i", 0x801, len(labels))
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(labels_header + labels.to(torch.uint8).numpy().tobytes())
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+        labels_header + labels.to(torch.uint8).numpy().tobytes()
+    )
 
 
 SETS = [(MNISTCleaning, "MNIST"), (FashionMNISTCleaning, "FashionMNIST")]
@@ -271,14 +291,20 @@ def root(tmp_path: Path) -> Path:
     pytest.importorskip("torchvision")
     for _, name in SETS:
         write_idx(tmp_path / name / "raw", "train", numbered(60, size=28), torch.arange(60) % 10)
-        write_idx(tmp_path / name / "raw", "t10k", numbered(20, start=300, size=28), torch.arange(20) % 10)
+        write_idx(
+            tmp_path / name / "raw", "t10k", numbered(20, start=300, size=28), torch.arange(20) % 10
+        )
     return tmp_path
 
 
 @pytest.mark.parametrize(("data_class", "name"), SETS)
 def test_official_files_are_read(root: Path, data_class: type[MNISTCleaning], name: str) -> None:
     data = data_class(root=str(root), n_train=30, n_validation=20)
-    assert (data.n_train, data.classes, data.image_shape) == (30, 10, (1, 28, 28))  # known before any data are loaded
+    assert (data.n_train, data.classes, data.image_shape) == (
+        30,
+        10,
+        (1, 28, 28),
+    )  # known before any data are loaded
     data.prepare_data()
     data.setup()
     assert data.clean_labels is not None
@@ -302,7 +328,13 @@ def test_the_root_comes_from_the_environment(root: Path, monkeypatch: pytest.Mon
 
 def test_the_papers_sizes_are_the_defaults() -> None:
     data = MNISTCleaning()
-    assert (data.n_train, data.n_validation, data.n_test, data.corruption, data.kind) == (5000, 5000, None, 0.5, "uniform")
+    assert (data.n_train, data.n_validation, data.n_test, data.corruption, data.kind) == (
+        5000,
+        5000,
+        None,
+        0.5,
+        "uniform",
+    )
 
 
 @pytest.mark.parametrize(("data_class", "name"), SETS)
@@ -310,9 +342,14 @@ def test_missing_data_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_class: type[MNISTCleaning], name: str
 ) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    monkeypatch.setattr(getattr(datasets, name), "mirrors", ["http://127.0.0.1:9/"])  # nothing listens there
+    monkeypatch.setattr(
+        getattr(datasets, name), "mirrors", ["http://127.0.0.1:9/"]
+    )  # nothing listens there
     data = data_class(root=str(tmp_path))
-    for call, reason in ((data.prepare_data, "a download did not help"), (data.setup, r"only `prepare_data\(\)` downloads it")):
+    for call, reason in (
+        (data.prepare_data, "a download did not help"),
+        (data.setup, r"only `prepare_data\(\)` downloads it"),
+    ):
         with pytest.raises(MisconfigurationException, match=reason) as caught:
             call()
         message = str(caught.value)
@@ -326,11 +363,15 @@ def test_missing_data_are_explained(
         ):
             assert word in message
         assert caught.value.__cause__ is not None
-        assert caught.value.__cause__.__context__ is None  # torchvision's own sentence, nothing of urllib's
+        assert (
+            caught.value.__cause__.__context__ is None
+        )  # torchvision's own sentence, nothing of urllib's
 
 
 def test_broken_files_are_explained(root: Path) -> None:
-    (root / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(struct.pack(">4i", 0x803, 60, 28, 28) + b"\0" * 100)
+    (root / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(
+        struct.pack(">4i", 0x803, 60, 28, 28) + b"\0" * 100
+    )
     data = MNISTCleaning(root=str(root), n_train=10, n_validation=10)
     for call in (data.prepare_data, data.setup):
         with pytest.raises(MisconfigurationException, match="has no whole MNIST there"):
@@ -341,25 +382,36 @@ def test_more_samples_than_there_are(root: Path) -> None:
     def setup(**sizes: int) -> None:
         MNISTCleaning(root=str(root), **sizes).setup()
 
-    with pytest.raises(ValueError, match=r"`MNISTCleaning\(n_train=50, n_validation=20\)` needs 70 samples: there are 60"):
+    with pytest.raises(
+        ValueError,
+        match=r"`MNISTCleaning\(n_train=50, n_validation=20\)` needs 70 samples: there are 60",
+    ):
         setup(n_train=50, n_validation=20)
-    with pytest.raises(ValueError, match=r"`MNISTCleaning\(n_test=21\)` needs 21 samples: there are 20"):
+    with pytest.raises(
+        ValueError, match=r"`MNISTCleaning\(n_test=21\)` needs 21 samples: there are 20"
+    ):
         setup(n_train=30, n_validation=20, n_test=21)
     with pytest.raises(
-        ValueError, match=r"`Tiny\(n_train=300, n_validation=100, n_test=None\)` needs 401 samples: there are 400"
+        ValueError,
+        match=r"`Tiny\(n_train=300, n_validation=100, n_test=None\)` needs 401 samples: there are 400",
     ):
         tiny(n_train=300)
 
 
 def test_images_of_another_size_in_the_test_files(root: Path) -> None:
     write_idx(root / "MNIST" / "raw", "t10k", numbered(20, size=14), torch.arange(20) % 10)
-    with pytest.raises(ValueError, match=r"has images of shape \(1, 14, 14\) and .* of shape \(1, 28, 28\): all must have"):
+    with pytest.raises(
+        ValueError,
+        match=r"has images of shape \(1, 14, 14\) and .* of shape \(1, 28, 28\): all must have",
+    ):
         MNISTCleaning(root=str(root), n_train=30, n_validation=20).setup()
 
 
 def test_labels_that_no_class_has(root: Path) -> None:
     write_idx(root / "MNIST" / "raw", "t10k", numbered(20, size=28), torch.full((20,), 12))
-    with pytest.raises(ValueError, match="has the label 12 at sample 0: with 10 classes it must be from 0 to 9"):
+    with pytest.raises(
+        ValueError, match="has the label 12 at sample 0: with 10 classes it must be from 0 to 9"
+    ):
         MNISTCleaning(root=str(root), n_train=30, n_validation=20).setup()
 
 
@@ -399,11 +451,19 @@ def test_digits() -> None:
 
 @pytest.mark.parametrize(
     ("make", "module", "package"),
-    [(DigitsCleaning, "sklearn.datasets", "scikit-learn"), (MNISTCleaning, "torchvision.datasets", "torchvision")],
+    [
+        (DigitsCleaning, "sklearn.datasets", "scikit-learn"),
+        (MNISTCleaning, "torchvision.datasets", "torchvision"),
+    ],
 )
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, make: type[CleaningData], module: str, package: str) -> None:
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, make: type[CleaningData], module: str, package: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MisconfigurationException, match=rf"`{make.__name__}` needs {package}.*`pip install {package}`"):
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf"`{make.__name__}` needs {package}.*`pip install {package}`",
+    ):
         make().setup()
 
 
@@ -425,11 +485,18 @@ def test_own_data_are_taken_as_they_are() -> None:
     train, validation, test = pairs(12), pairs(6, start=20), pairs(5, start=30)
     data = CleaningData.from_datasets(train, validation, test)
     assert isinstance(data, DatasetCleaning)
-    assert numbers(data.lower[0]) == list(range(12))  # in the order of the data set, which the weights are to point into
+    assert numbers(data.lower[0]) == list(
+        range(12)
+    )  # in the order of the data set, which the weights are to point into
     assert torch.equal(data.lower[1], train.tensors[1])
     assert data.corrupted is None
     assert data.clean_labels is None
-    assert (data.n_train, data.n_validation, data.classes, data.image_shape) == (12, 6, 3, (1, 4, 4))
+    assert (data.n_train, data.n_validation, data.classes, data.image_shape) == (
+        12,
+        6,
+        3,
+        (1, 4, 4),
+    )
     assert numbers(data.test[0]) == list(range(30, 35))
     assert len(data.val_dataloader()) == 2
 
@@ -445,7 +512,9 @@ def test_own_data_with_known_corruption() -> None:
 
 def test_own_data_can_be_corrupted() -> None:
     train = pairs(12)
-    data = CleaningData.from_datasets(train, pairs(6, start=20), corruption=0.5, kind="pair", seed=3)
+    data = CleaningData.from_datasets(
+        train, pairs(6, start=20), corruption=0.5, kind="pair", seed=3
+    )
     assert data.corrupted is not None
     assert data.clean_labels is not None
     assert int(data.corrupted.sum()) == 6
@@ -470,9 +539,16 @@ def test_all_kinds_of_images_and_labels_mean_the_same() -> None:
     expected = CleaningData.from_datasets(TensorDataset(images, labels), validation).lower
     samples: dict[str, list[tuple[Any, Any]]] = {
         "bytes": list(zip(images, labels, strict=True)),
-        "floats": [(image.float() / 255, int(label)) for image, label in zip(images, labels, strict=True)],
-        "arrays": [(image.numpy(), label.numpy()) for image, label in zip(images, labels, strict=True)],
-        "PIL": [(functional.to_pil_image(image), int(label)) for image, label in zip(images, labels, strict=True)],
+        "floats": [
+            (image.float() / 255, int(label)) for image, label in zip(images, labels, strict=True)
+        ],
+        "arrays": [
+            (image.numpy(), label.numpy()) for image, label in zip(images, labels, strict=True)
+        ],
+        "PIL": [
+            (functional.to_pil_image(image), int(label))
+            for image, label in zip(images, labels, strict=True)
+        ],
     }
     for kind, listing in samples.items():
         lower = CleaningData.from_datasets(Listed(listing), validation).lower
@@ -489,13 +565,17 @@ def test_colour_images_and_vectors_keep_their_shape() -> None:
     assert shape(7) == (7,)
 
 
-def test_tensor_datasets_and_their_subsets_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_datasets_and_their_subsets_are_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(self: Any, index: Any) -> Any:
         raise AssertionError("read sample by sample")
 
     monkeypatch.setattr(TensorDataset, "__getitem__", refuse)
     whole = pairs(300)
-    data = CleaningData.from_datasets(Subset(whole, range(200)), Subset(whole, list(range(299, 199, -1))), pairs(5))
+    data = CleaningData.from_datasets(
+        Subset(whole, range(200)), Subset(whole, list(range(299, 199, -1))), pairs(5)
+    )
     assert numbers(data.lower[0]) == list(range(200))
     assert numbers(data.upper[0]) == list(range(299, 199, -1))
     assert torch.equal(data.upper[1], whole.tensors[1][200:].flip(0))
@@ -523,28 +603,66 @@ def labelled(*labels: Any) -> TensorDataset:
 VALIDATION = pairs(6, start=20)
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "rate above": (lambda: Tiny(corruption=1.2), ValueError, r"`Tiny\(corruption=1.2\)` must be between 0 and 1"),
-    "rate below": (lambda: Tiny(corruption=-0.1), ValueError, r"`Tiny\(corruption=-0.1\)` must be between 0 and 1"),
-    "rate nan": (lambda: Tiny(corruption=float("nan")), ValueError, r"`Tiny\(corruption=nan\)` must be between 0 and 1"),
-    "kind": (lambda: Tiny(kind="odd"), ValueError, r"`Tiny\(kind='odd'\)` must be one of 'uniform', 'pair'"),
+    "rate above": (
+        lambda: Tiny(corruption=1.2),
+        ValueError,
+        r"`Tiny\(corruption=1.2\)` must be between 0 and 1",
+    ),
+    "rate below": (
+        lambda: Tiny(corruption=-0.1),
+        ValueError,
+        r"`Tiny\(corruption=-0.1\)` must be between 0 and 1",
+    ),
+    "rate nan": (
+        lambda: Tiny(corruption=float("nan")),
+        ValueError,
+        r"`Tiny\(corruption=nan\)` must be between 0 and 1",
+    ),
+    "kind": (
+        lambda: Tiny(kind="odd"),
+        ValueError,
+        r"`Tiny\(kind='odd'\)` must be one of 'uniform', 'pair'",
+    ),
     "n_train": (lambda: Tiny(n_train=0), ValueError, r"`Tiny\(n_train=0\)` must be at least 1"),
-    "n_validation": (lambda: Tiny(n_validation=-3), ValueError, r"`Tiny\(n_validation=-3\)` must be at least 1"),
+    "n_validation": (
+        lambda: Tiny(n_validation=-3),
+        ValueError,
+        r"`Tiny\(n_validation=-3\)` must be at least 1",
+    ),
     "n_test": (lambda: Tiny(n_test=0), ValueError, r"`Tiny\(n_test=0\)` must be at least 1"),
-    "chunk_size": (lambda: Tiny(chunk_size=0), ValueError, r"`Tiny\(chunk_size=0\)` must be at least 1"),
-    "epoch_length": (lambda: Tiny(epoch_length=0), ValueError, r"`Tiny\(epoch_length=0\)` must be at least 1"),
-    "no load": (lambda: CleaningData().setup(), NotImplementedError, r"`CleaningData` must define `load\(generator\)`"),
+    "chunk_size": (
+        lambda: Tiny(chunk_size=0),
+        ValueError,
+        r"`Tiny\(chunk_size=0\)` must be at least 1",
+    ),
+    "epoch_length": (
+        lambda: Tiny(epoch_length=0),
+        ValueError,
+        r"`Tiny\(epoch_length=0\)` must be at least 1",
+    ),
+    "no load": (
+        lambda: CleaningData().setup(),
+        NotImplementedError,
+        r"`CleaningData` must define `load\(generator\)`",
+    ),
     "image sizes": (
-        lambda: CleaningData.from_datasets(Listed([(torch.rand(1, 4, 4), 0), (torch.rand(1, 4, 5), 1)]), VALIDATION),
+        lambda: CleaningData.from_datasets(
+            Listed([(torch.rand(1, 4, 4), 0), (torch.rand(1, 4, 5), 1)]), VALIDATION
+        ),
         ValueError,
         r"`DatasetCleaning\(train=...\)` has an image of size 1x4x5 at sample 1 and of size 1x4x4 at sample 0: all must have",
     ),
     "image sizes across": (
-        lambda: CleaningData.from_datasets(TensorDataset(torch.rand(4, 3, 4, 4), torch.arange(4)), VALIDATION),
+        lambda: CleaningData.from_datasets(
+            TensorDataset(torch.rand(4, 3, 4, 4), torch.arange(4)), VALIDATION
+        ),
         ValueError,
         r"`DatasetCleaning\(validation=...\)` has images of shape \(1, 4, 4\) and .* of shape \(3, 4, 4\): all must have",
     ),
     "image type": (
-        lambda: CleaningData.from_datasets(TensorDataset(torch.ones(4, 4, 4).int(), torch.arange(4)), VALIDATION),
+        lambda: CleaningData.from_datasets(
+            TensorDataset(torch.ones(4, 4, 4).int(), torch.arange(4)), VALIDATION
+        ),
         TypeError,
         r"`DatasetCleaning\(train=...\)` has images of torch.int32: they must be torch.uint8",
     ),
@@ -584,7 +702,9 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"`DatasetCleaning\(train=...\)` has the label 'cat' at sample 0: labels must be integers",
     ),
     "one class": (
-        lambda: CleaningData.from_datasets(labelled(2, 2), TensorDataset(numbered(2, 50), torch.tensor([2, 2]))),
+        lambda: CleaningData.from_datasets(
+            labelled(2, 2), TensorDataset(numbered(2, 50), torch.tensor([2, 2]))
+        ),
         ValueError,
         "`DatasetCleaning` has no other label than 2: there must be at least two classes",
     ),
@@ -604,7 +724,9 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"`DatasetCleaning\(corrupted=...\)` has shape \(5,\) and torch.int64: it must be a mask of True and False",
     ),
     "mask and rate": (
-        lambda: CleaningData.from_datasets(pairs(2), VALIDATION, corrupted=[True, False], corruption=0.5),
+        lambda: CleaningData.from_datasets(
+            pairs(2), VALIDATION, corrupted=[True, False], corruption=0.5
+        ),
         ValueError,
         r"`DatasetCleaning\(corrupted=..., corruption=0.5\)` must be given one of the two",
     ),
@@ -646,7 +768,8 @@ def test_bad_input_is_refused_with_its_rule(case: str) -> None:
 def test_what_is_no_image_is_refused() -> None:
     pytest.importorskip("torchvision")
     with pytest.raises(
-        TypeError, match=r"`DatasetCleaning\(train=...\)` has a str as the image of sample 0: it must be a tensor"
+        TypeError,
+        match=r"`DatasetCleaning\(train=...\)` has a str as the image of sample 0: it must be a tensor",
     ):
         CleaningData.from_datasets(Listed([("a.png", 0)]), VALIDATION)
 
@@ -657,13 +780,17 @@ def test_overlap_of_training_and_validation_is_found(as_list: bool) -> None:
     assert common_images(train.tensors[0], validation.tensors[0]) == []
     validation.tensors[0][4] = train.tensors[0][7]
     validation.tensors[0][1] = train.tensors[0][0]
-    given: Any = Listed(list(zip(*validation.tensors, strict=True))) if as_list else validation  # however it comes
+    given: Any = (
+        Listed(list(zip(*validation.tensors, strict=True))) if as_list else validation
+    )  # however it comes
     with pytest.raises(
-        ValueError, match=r"`DatasetCleaning\(validation=...\)` has 2 of the training images \(1 is training image 0, 4 is"
+        ValueError,
+        match=r"`DatasetCleaning\(validation=...\)` has 2 of the training images \(1 is training image 0, 4 is",
     ):
         CleaningData.from_datasets(train, given)
     with pytest.raises(
-        ValueError, match=r"has 12 of the training images \(0 is training image 0, .*, \.\.\.\): .* must not overlap"
+        ValueError,
+        match=r"has 12 of the training images \(0 is training image 0, .*, \.\.\.\): .* must not overlap",
     ):
         CleaningData.from_datasets(train, train)
 
@@ -681,9 +808,7 @@ def from_yaml(text: str) -> CleaningData:
 
 @pytest.mark.parametrize("name", ["MNISTCleaning", "FashionMNISTCleaning", "DigitsCleaning"])
 def test_ready_data_are_named_in_yaml(name: str) -> None:
-    arguments = (
-        "{n_train: 40, n_validation: 30, n_test: 20, corruption: 0.3, kind: pair, seed: 4, epoch_length: 9, chunk_size: 8}"
-    )
+    arguments = "{n_train: 40, n_validation: 30, n_test: 20, corruption: 0.3, kind: pair, seed: 4, epoch_length: 9, chunk_size: 8}"
     data = from_yaml(f"data: {{class_path: {name}, init_args: {arguments}}}")
     assert type(data).__name__ == name
     assert (data.n_train, data.n_validation, data.n_test, data.corruption) == (40, 30, 20, 0.3)
@@ -710,7 +835,9 @@ def test_own_data_are_named_in_yaml(tmp_path: Path) -> None:
     assert int(data.corrupted.sum()) == 2
 
 
-@pytest.mark.parametrize("name", ["MNISTCleaning", "FashionMNISTCleaning", "DigitsCleaning", "DatasetCleaning"])
+@pytest.mark.parametrize(
+    "name", ["MNISTCleaning", "FashionMNISTCleaning", "DigitsCleaning", "DatasetCleaning"]
+)
 def test_every_argument_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
@@ -718,6 +845,8 @@ def test_every_argument_has_a_help_text(name: str, capsys: pytest.CaptureFixture
         parser.parse_args([f"--data.help={name}"])
     options = " ".join(capsys.readouterr().out.split()).split(f"{name} ")[-1].split(" --data.")[1:]
     texts = [option.split("(type:")[0].split("(required,")[0] for option in options]
-    texts = [text for text in texts if ".help" not in text and not text.endswith(",")]  # another spelling of the next one
+    texts = [
+        text for text in texts if ".help" not in text and not text.endswith(",")
+    ]  # another spelling of the next one
     assert len(texts) >= 8
     assert all(len(text.split()) > 4 for text in texts), texts

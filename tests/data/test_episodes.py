@@ -13,7 +13,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
-from lightning_bilevel import EpisodeData, Episodes, GlyphEpisodes, OmniglotEpisodes, TaskEpisodes, draw_glyphs
+from lightning_bilevel import (
+    EpisodeData,
+    Episodes,
+    GlyphEpisodes,
+    OmniglotEpisodes,
+    TaskEpisodes,
+    draw_glyphs,
+)
 from lightning_bilevel.data.episodes import draw_episode
 
 
@@ -21,7 +28,10 @@ class Numbered(EpisodeData):
     """An image says of which class and example it is."""
 
     def load(self) -> torch.Tensor:
-        classes, examples = torch.arange(40).view(-1, 1, 1, 1, 1), torch.arange(6).view(1, -1, 1, 1, 1)
+        classes, examples = (
+            torch.arange(40).view(-1, 1, 1, 1, 1),
+            torch.arange(6).view(1, -1, 1, 1, 1),
+        )
         return (100 * classes + examples).expand(40, 6, 1, 2, 2).float()
 
 
@@ -33,7 +43,12 @@ def numbered(**options: Any) -> Numbered:
 
 
 def classes(episodes: Episodes) -> set[int]:
-    return set((torch.cat([episodes.support, episodes.query], 1)[..., 0, 0, 0] // 100).int().flatten().tolist())
+    return set(
+        (torch.cat([episodes.support, episodes.query], 1)[..., 0, 0, 0] // 100)
+        .int()
+        .flatten()
+        .tolist()
+    )
 
 
 def splits(data: EpisodeData) -> dict[str, Episodes]:
@@ -57,7 +72,10 @@ def test_episodes_have_their_shape_and_never_an_image_twice() -> None:
 
 
 def test_splits_share_no_class() -> None:
-    found = [classes(episodes) for episodes in splits(numbered(n_train=200, n_validation=200, n_test=200)).values()]
+    found = [
+        classes(episodes)
+        for episodes in splits(numbered(n_train=200, n_validation=200, n_test=200)).values()
+    ]
     assert [len(part) for part in found] == [20, 10, 10]
     assert len(set.union(*found)) == 40
 
@@ -97,7 +115,10 @@ def test_levels_carry_the_number_of_each_episode() -> None:
             {"train_classes": 30},
             "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` with ways=4 needs 44 classes: there are 40.",
         ),
-        ({"queries": 5}, "`Numbered(shots=2, queries=5)` needs 7 examples of each class: there are 6."),
+        (
+            {"queries": 5},
+            "`Numbered(shots=2, queries=5)` needs 7 examples of each class: there are 6.",
+        ),
     ],
 )
 def test_sizes_that_the_data_do_not_have_are_refused(given: dict[str, Any], message: str) -> None:
@@ -123,7 +144,9 @@ class TestTasks:
 
     def test_labels_may_be_any_integers_in_any_order(self) -> None:
         data, labels = torch.arange(6).view(6, 1, 1, 1).float(), torch.tensor([7, 3, 7, 3, 3, 7])
-        support, support_labels, query, query_labels = Episodes.from_tasks([(data, labels)], count=1, shots=1)
+        support, support_labels, query, query_labels = Episodes.from_tasks(
+            [(data, labels)], count=1, shots=1
+        )
         assert support[0, :, 0, 0, 0].tolist() == [1.0, 0.0]
         assert support_labels.tolist() == [[0, 1]]
         assert query[0, :, 0, 0, 0].tolist() == [3.0, 4.0, 2.0, 5.0]
@@ -133,7 +156,13 @@ class TestTasks:
         parts = splits(numbered())
         data = TaskEpisodes(**parts)
         data.setup()
-        assert (data.ways, data.shots, data.queries, data.n_train, data.image_shape) == (4, 2, 3, 9, (1, 2, 2))
+        assert (data.ways, data.shots, data.queries, data.n_train, data.image_shape) == (
+            4,
+            2,
+            3,
+            9,
+            (1, 2, 2),
+        )
         assert data.validation is parts["validation"]
         assert torch.equal(data.upper[0], parts["train"].query)
 
@@ -143,8 +172,16 @@ class TestTasks:
             ([], {"count": 1, "shots": 1}, "was given 0 tasks: there must be at least 1"),
             ([], {"count": 1, "shots": 0}, "both must be at least 1"),
             ([torch.zeros(3)], {"count": 1, "shots": 1}, r"task 0 must be a pair \(data, labels\)"),
-            ([(torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))], {"count": 1, "shots": 1}, "has 2 classes of 1 or 3 examples"),
-            ([(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]))], {"count": 1, "shots": 2}, "more than the 2 of the support"),
+            (
+                [(torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))],
+                {"count": 1, "shots": 1},
+                "has 2 classes of 1 or 3 examples",
+            ),
+            (
+                [(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]))],
+                {"count": 1, "shots": 2},
+                "more than the 2 of the support",
+            ),
             (
                 [(torch.zeros(4, n), torch.tensor([0, 0, 1, 1])) for n in (1, 2)],
                 {"count": 2, "shots": 1},
@@ -152,16 +189,22 @@ class TestTasks:
             ),
         ],
     )
-    def test_tasks_that_are_none_are_refused(self, tasks: Any, options: dict[str, int], message: str) -> None:
+    def test_tasks_that_are_none_are_refused(
+        self, tasks: Any, options: dict[str, int], message: str
+    ) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             Episodes.from_tasks(tasks, **options)
 
     def test_the_data_module_refuses_what_is_not_episodes(self) -> None:
         train = splits(numbered())["train"]
-        with pytest.raises(TypeError, match=r"`TaskEpisodes\(test=...\)` is a list: it must be `Episodes`"):
+        with pytest.raises(
+            TypeError, match=r"`TaskEpisodes\(test=...\)` is a list: it must be `Episodes`"
+        ):
             TaskEpisodes(train, train, [])  # type: ignore[arg-type]
         large = Episodes(train.support.repeat(1, 1, 1, 2, 2), *train[1:])
-        with pytest.raises(ValueError, match=r"`TaskEpisodes\(test=...\)` has images of shape \(1, 4, 4\)"):
+        with pytest.raises(
+            ValueError, match=r"`TaskEpisodes\(test=...\)` has images of shape \(1, 4, 4\)"
+        ):
             TaskEpisodes(train, train, large)
 
 
@@ -205,7 +248,11 @@ def drawing(shade: int) -> bytes:
 
 
 def members(part: str, count: int) -> dict[str, bytes]:
-    return {f"{part}/Alphabet/character{c:02}/{c:04}_{d}.png": drawing(10 * c + d) for c in range(count) for d in range(3)}
+    return {
+        f"{part}/Alphabet/character{c:02}/{c:04}_{d}.png": drawing(10 * c + d)
+        for c in range(count)
+        for d in range(3)
+    }
 
 
 def archive(root: Path, part: str, content: dict[str, bytes]) -> Path:
@@ -252,29 +299,46 @@ class TestOmniglot:
         data.prepare_data()
         assert torch.equal(data.load(), first)
 
-    def test_a_cache_that_cannot_be_written_is_no_error(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_cache_that_cannot_be_written_is_no_error(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (root / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file"))
         assert len(Tiny(root=str(root), **TINY).load()) == 7
 
     def test_names_that_lead_elsewhere_are_not_read(self, root: Path) -> None:
         part = "images_evaluation"
-        archive(root, part, {**members(part, 3), "../../outside.png": drawing(0), f"{part}/../../x/y.png": drawing(0)})
+        archive(
+            root,
+            part,
+            {
+                **members(part, 3),
+                "../../outside.png": drawing(0),
+                f"{part}/../../x/y.png": drawing(0),
+            },
+        )
         assert len(Tiny(root=str(root), **TINY).load()) == 7
         assert not (root.parent / "outside.png").exists()
 
     def test_incomplete_archives_are_refused(self, root: Path) -> None:
         part = "images_evaluation"
         archive(root, part, members(part, 2))
-        with pytest.raises(MisconfigurationException, match="images_evaluation is incomplete, with 6 drawings of 2 characters"):
+        with pytest.raises(
+            MisconfigurationException,
+            match="images_evaluation is incomplete, with 6 drawings of 2 characters",
+        ):
             Tiny(root=str(root), **TINY).setup()
 
     def test_broken_archives_are_refused(self, root: Path) -> None:
         path = root / "omniglot-py" / "images_background.zip"
         path.write_bytes(path.read_bytes()[:500])
-        with pytest.raises(MisconfigurationException, match=r"images_background\.zip is no whole archive"):
+        with pytest.raises(
+            MisconfigurationException, match=r"images_background\.zip is no whole archive"
+        ):
             Tiny(root=str(root), **TINY).setup()
-        archive(root, "images_background", dict.fromkeys(members("images_background", 4), b"no image"))
+        archive(
+            root, "images_background", dict.fromkeys(members("images_background", 4), b"no image")
+        )
         with pytest.raises(MisconfigurationException, match=r"character00/0000_0\.png is no image"):
             Tiny(root=str(root), **TINY).setup()
         archive(root, "images_background", members("images_background", 4))
@@ -287,24 +351,36 @@ class TestOmniglot:
     def test_missing_archives_name_root_and_variable(self, tmp_path: Path) -> None:
         with pytest.raises(MisconfigurationException) as error:
             Tiny(root=str(tmp_path / "none"), **TINY).setup()
-        assert "has neither images_background.zip nor the folder images_background in" in str(error.value)
+        assert "has neither images_background.zip nor the folder images_background in" in str(
+            error.value
+        )
         assert "LIGHTNING_BILEVEL_DATA" in str(error.value)
 
-    def test_a_failed_download_says_what_to_put_where(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_download_says_what_to_put_where(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def offline(*_: Any, **__: Any) -> None:
             raise OSError("no network")
 
         monkeypatch.setattr("torchvision.datasets.Omniglot", offline)
         with pytest.raises(MisconfigurationException) as error:
             Tiny(root=str(tmp_path / "none"), **TINY).prepare_data()
-        for word in ("images_background.zip", "images_evaluation.zip", "LIGHTNING_BILEVEL_DATA", "`root`"):
+        for word in (
+            "images_background.zip",
+            "images_evaluation.zip",
+            "LIGHTNING_BILEVEL_DATA",
+            "`root`",
+        ):
             assert word in str(error.value)
 
     @pytest.mark.parametrize(
         ("given", "message"),
         [
             ({"image_size": 0}, r"`OmniglotEpisodes\(image_size=0\)` must be from 1 to 105"),
-            ({"shots": 10, "queries": 11}, r"`OmniglotEpisodes\(shots=10, queries=11\)` needs 21 drawings .* there are 20"),
+            (
+                {"shots": 10, "queries": 11},
+                r"`OmniglotEpisodes\(shots=10, queries=11\)` needs 21 drawings .* there are 20",
+            ),
         ],
     )
     def test_bad_arguments_are_refused(self, given: dict[str, Any], message: str) -> None:

@@ -14,7 +14,15 @@ from running import trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import Chunks, CleaningData, FewShot, FullBatchDataModule, GlyphEpisodes, HyperCleaning, SineProblem
+from lightning_bilevel import (
+    Chunks,
+    CleaningData,
+    FewShot,
+    FullBatchDataModule,
+    GlyphEpisodes,
+    HyperCleaning,
+    SineProblem,
+)
 from lightning_bilevel.core.chunks import as_chunks
 
 
@@ -31,13 +39,17 @@ def test_every_step_gets_the_same_tensors(tmp_path: Any, precision: str) -> None
     trainer(tmp_path, max_epochs=2, precision=precision).fit(Watching(), datamodule=data)
     assert len(seen) == 6
     assert len(set(seen)) == 1
-    assert {dtype for _, dtype in seen} == {torch.float64 if precision == "64-true" else torch.float32}
+    assert {dtype for _, dtype in seen} == {
+        torch.float64 if precision == "64-true" else torch.float32
+    }
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_chunks_go_through_the_trainer_and_are_recognised(tmp_path: Any, precision: str) -> None:
     parts = [tuple(t[i : i + 12] for t in samples(30, 2)) for i in (0, 12, 24)]
-    data = FullBatchDataModule(samples(20, 1), Chunks(parts), validation=samples(20, 3), epoch_length=5)
+    data = FullBatchDataModule(
+        samples(20, 1), Chunks(parts), validation=samples(20, 3), epoch_length=5
+    )
     module = Weighting()
     trainer(tmp_path, max_epochs=1, precision=precision).fit(module, datamodule=data)
     assert module.last_step is not None
@@ -52,7 +64,9 @@ def test_epoch_length_is_the_number_of_batches() -> None:
 
 
 def test_epoch_length_is_positive() -> None:
-    with pytest.raises(ValueError, match=r"`FullBatchDataModule\(epoch_length=0\)` must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"`FullBatchDataModule\(epoch_length=0\)` must be at least 1"
+    ):
         FullBatchDataModule(epoch_length=0)
 
 
@@ -81,7 +95,9 @@ def test_chunks_need_weights_that_fit() -> None:
         Chunks([1], [1.0, 2.0])
     with pytest.raises(ValueError, match="0 batches"):
         Chunks([])
-    with pytest.raises(ValueError, match="cannot tell how many samples each part has: give `weights`"):
+    with pytest.raises(
+        ValueError, match="cannot tell how many samples each part has: give `weights`"
+    ):
         _ = Chunks([1, 2]).shares
 
 
@@ -115,7 +131,9 @@ class TestWithoutValidation:
     def test_it_is_skipped(self, tmp_path: Any, options: dict[str, Any]) -> None:
         module = Weighting()  # whose `validation_step` could do nothing with an empty batch
         run = trainer(tmp_path, **{"max_epochs": 3, **options})
-        run.fit(module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2), epoch_length=4))
+        run.fit(
+            module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2), epoch_length=4)
+        )
         assert module.last_step is not None
         assert module.last_step.iteration == 12
         assert "val_loss" not in run.callback_metrics
@@ -123,7 +141,9 @@ class TestWithoutValidation:
     def test_early_stopping_stops(self, tmp_path: Any) -> None:
         module, stop = Weighting(), EarlyStopping("bilevel/upper", mode="max", patience=1)
         run = trainer(tmp_path, max_epochs=50, callbacks=[stop])
-        run.fit(module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2), epoch_length=4))
+        run.fit(
+            module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2), epoch_length=4)
+        )
         assert 0 < stop.stopped_epoch < 49
 
     def test_a_problem_without_data_is_validated_all_the_same(self, tmp_path: Any) -> None:
@@ -136,17 +156,24 @@ class TestWithoutValidation:
     @pytest.mark.parametrize(
         ("what", "sentence"),
         [
-            ("validate", "`FullBatchDataModule` has no validation set: give it one, or do not validate"),
+            (
+                "validate",
+                "`FullBatchDataModule` has no validation set: give it one, or do not validate",
+            ),
             ("test", "`FullBatchDataModule` has no test set: give it one, or do not test"),
             ("predict", "`FullBatchDataModule` has no test set, which is what it predicts"),
         ],
     )
     def test_what_is_asked_for_is_missed(self, tmp_path: Any, what: str, sentence: str) -> None:
         with pytest.raises(MisconfigurationException, match=sentence):
-            getattr(trainer(tmp_path), what)(Predicting(), datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2)))
+            getattr(trainer(tmp_path), what)(
+                Predicting(), datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2))
+            )
 
     def test_nothing_is_predicted_without_data(self, tmp_path: Any) -> None:
-        with pytest.raises(MisconfigurationException, match=r"`Trainer.predict\(dataloaders=...\)` what to predict"):
+        with pytest.raises(
+            MisconfigurationException, match=r"`Trainer.predict\(dataloaders=...\)` what to predict"
+        ):
             trainer(tmp_path).predict(Predicting(), datamodule=FullBatchDataModule())
 
 
@@ -177,9 +204,12 @@ class TestWhatIsNoBatch:
     def test_one_level_alone(self, tmp_path: Any, name: str) -> None:
         other = "lower" if name == "upper" else "upper"
         with pytest.raises(
-            MisconfigurationException, match=rf"`FullBatchDataModule\({other}=None\)` has a batch of .*give `{other}` too"
+            MisconfigurationException,
+            match=rf"`FullBatchDataModule\({other}=None\)` has a batch of .*give `{other}` too",
         ):
-            trainer(tmp_path).fit(Weighting(), datamodule=FullBatchDataModule(**{name: samples(20, 1)}))
+            trainer(tmp_path).fit(
+                Weighting(), datamodule=FullBatchDataModule(**{name: samples(20, 1)})
+            )
 
     def test_a_level_that_needs_no_data(self, tmp_path: Any) -> None:
         class Distance(Weighting):
@@ -196,8 +226,13 @@ class TestWhatIsNoBatch:
     @pytest.mark.parametrize("kind", [DataLoader, CombinedLoader, TensorDataset])
     def test_a_loader(self, tmp_path: Any, name: str, kind: type) -> None:
         dataset = TensorDataset(*samples(20, 1))
-        given: Any = {DataLoader: DataLoader(dataset), CombinedLoader: CombinedLoader([DataLoader(dataset)])}.get(kind, dataset)
-        data = FullBatchDataModule(**{"upper": samples(20, 1), "lower": samples(30, 2), name: given})
+        given: Any = {
+            DataLoader: DataLoader(dataset),
+            CombinedLoader: CombinedLoader([DataLoader(dataset)]),
+        }.get(kind, dataset)
+        data = FullBatchDataModule(
+            **{"upper": samples(20, 1), "lower": samples(30, 2), name: given}
+        )
         way = (
             "pass the loader to the Trainer"
             if name == "validation"
@@ -205,12 +240,16 @@ class TestWhatIsNoBatch:
         )
         with pytest.raises(MisconfigurationException) as refused:
             trainer(tmp_path).fit(Weighting(), datamodule=data)
-        assert f"`FullBatchDataModule({name}=...)` is a {kind.__name__}: it must be a batch" in str(refused.value)
+        assert f"`FullBatchDataModule({name}=...)` is a {kind.__name__}: it must be a batch" in str(
+            refused.value
+        )
         assert way in str(refused.value)
 
     def test_a_loader_to_test_on(self, tmp_path: Any) -> None:
         data = FullBatchDataModule(test=DataLoader(TensorDataset(*samples(20, 1))))
-        with pytest.raises(MisconfigurationException, match=r"`FullBatchDataModule\(test=...\)` is a DataLoader"):
+        with pytest.raises(
+            MisconfigurationException, match=r"`FullBatchDataModule\(test=...\)` is a DataLoader"
+        ):
             trainer(tmp_path).test(Predicting(), datamodule=data)
 
     def test_the_way_out_for_loaders(self, tmp_path: Any) -> None:

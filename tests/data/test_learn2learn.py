@@ -11,7 +11,10 @@ from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, Episodes, FewShot, GlyphEpisodes, TaskEpisodes, draw_glyphs
 
-pytestmark = [pytest.mark.learn2learn, pytest.mark.filterwarnings("ignore")]  # it is unmaintained and warns at its import
+pytestmark = [
+    pytest.mark.learn2learn,
+    pytest.mark.filterwarnings("ignore"),
+]  # it is unmaintained and warns at its import
 
 
 def taskset(images: torch.Tensor, ways: int, examples: int) -> object:
@@ -20,7 +23,13 @@ def taskset(images: torch.Tensor, ways: int, examples: int) -> object:
 
     labels = torch.arange(len(images)).repeat_interleave(images.shape[1])
     source = l2l.data.MetaDataset(TensorDataset(images.flatten(0, 1), labels))
-    transforms = [NWays(source, ways), KShots(source, examples), LoadData(source), RemapLabels(source), ConsecutiveLabels(source)]
+    transforms = [
+        NWays(source, ways),
+        KShots(source, examples),
+        LoadData(source),
+        RemapLabels(source),
+        ConsecutiveLabels(source),
+    ]
     return l2l.data.Taskset(source, task_transforms=transforms, num_tasks=6)
 
 
@@ -37,7 +46,13 @@ def test_a_taskset_is_a_source_of_episodes(tmp_path: Path) -> None:
         assert len(set(of.values())) == 3
         assert [of[label] for label in query_labels.tolist()] == (place[3:] // 6).tolist()
     torch.manual_seed(0)
-    module = FewShot(tasks=5, ways=3, channels=4, image_size=16, solver=lambda groups: BOME(groups, xi=0.5, alpha=0.5, eta=0.1))
+    module = FewShot(
+        tasks=5,
+        ways=3,
+        channels=4,
+        image_size=16,
+        solver=lambda groups: BOME(groups, xi=0.5, alpha=0.5, eta=0.1),
+    )
     run = trainer(tmp_path, max_steps=5)
     run.fit(module, datamodule=TaskEpisodes(episodes, episodes, episodes, epoch_length=5))
     assert run.global_step == 5
@@ -47,7 +62,9 @@ def test_a_taskset_is_a_source_of_episodes(tmp_path: Path) -> None:
 def test_our_episodes_are_tasks_for_learn2learn() -> None:
     from learn2learn.data import partition_task
 
-    data = GlyphEpisodes(ways=3, shots=1, queries=2, n_train=2, n_validation=1, n_test=1, image_size=16)
+    data = GlyphEpisodes(
+        ways=3, shots=1, queries=2, n_train=2, n_validation=1, n_test=1, image_size=16
+    )
     data.setup()
     images, labels = next(data.validation.tasks())
     (support, support_labels), (query, query_labels) = partition_task(images, labels, shots=1)

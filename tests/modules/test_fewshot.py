@@ -19,8 +19,19 @@ from lightning_bilevel.modules.networks import Conv4, adapt
 
 
 def data(**options: Any) -> GlyphEpisodes:
-    small = {"ways": 3, "shots": 2, "queries": 2, "n_train": 5, "n_validation": 4, "n_test": 3, "image_size": 16, "drawings": 5}
-    source = GlyphEpisodes(**{**small, "train_classes": 8, "validation_classes": 4, "test_classes": 3, **options})
+    small = {
+        "ways": 3,
+        "shots": 2,
+        "queries": 2,
+        "n_train": 5,
+        "n_validation": 4,
+        "n_test": 3,
+        "image_size": 16,
+        "drawings": 5,
+    }
+    source = GlyphEpisodes(
+        **{**small, "train_classes": 8, "validation_classes": 4, "test_classes": 3, **options}
+    )
     source.setup()
     return source
 
@@ -40,8 +51,12 @@ def test_the_features_are_those_of_the_usual_layout(channels: int) -> None:
     for block in encoder.blocks:
         weight, bias = block.conv.weight.double(), block.conv.bias.double()
         value = max_pool2d(conv2d(value, weight, bias, padding=1).relu(), 2)
-        value = batch_norm(value, None, None, block.scale.double(), block.bias.double(), training=True)
-    torch.testing.assert_close(encoder(strokes[None])[0].double(), value.flatten(1), rtol=0, atol=2e-5)
+        value = batch_norm(
+            value, None, None, block.scale.double(), block.bias.double(), training=True
+        )
+    torch.testing.assert_close(
+        encoder(strokes[None])[0].double(), value.flatten(1), rtol=0, atol=2e-5
+    )
 
 
 def test_the_papers_sizes() -> None:
@@ -51,7 +66,9 @@ def test_the_papers_sizes() -> None:
     assert all(not p.any() for p in paper.heads.parameters())
     sizes = []
     for block in paper.encoder.blocks:
-        block.register_forward_hook(lambda block, given, result: sizes.append((given[0].shape[-1], result.shape[-1])))
+        block.register_forward_hook(
+            lambda block, given, result: sizes.append((given[0].shape[-1], result.shape[-1]))
+        )
     assert paper.encoder(torch.rand(2, 10, 1, 28, 28)).shape == (2, 10, 64)
     assert sizes == [(28, 14), (14, 7), (7, 3), (3, 1)]
 
@@ -72,11 +89,21 @@ class Reference:
             for block in range(4):
                 inputs = 1 if block == 0 else self.channels
                 kernel, bias, scale, shift, rest = rest.split(
-                    [self.channels * inputs * 9, *[self.channels] * 3, len(rest) - self.channels * (inputs * 9 + 3)]
+                    [
+                        self.channels * inputs * 9,
+                        *[self.channels] * 3,
+                        len(rest) - self.channels * (inputs * 9 + 3),
+                    ]
                 )
-                value = max_pool2d(conv2d(value, kernel.view(self.channels, inputs, 3, 3), bias, padding=1).relu(), 2)
+                value = max_pool2d(
+                    conv2d(value, kernel.view(self.channels, inputs, 3, 3), bias, padding=1).relu(),
+                    2,
+                )
                 value = batch_norm(value, None, None, scale, shift, training=True)
-            head = weights.view(tasks, self.ways, self.features)[i], biases.view(tasks, self.ways)[i]
+            head = (
+                weights.view(tasks, self.ways, self.features)[i],
+                biases.view(tasks, self.ways)[i],
+            )
             losses.append(cross_entropy(linear(value.flatten(1), *head), labels[i]))
         return torch.stack(losses).mean()
 
@@ -84,11 +111,18 @@ class Reference:
 def point(ours: FewShot, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.cat([_in_order(block) for block in ours.encoder.blocks]).to(dtype)
     size = sum(p.numel() for p in ours.heads.parameters())
-    return x + 0.1 * torch.randn(x.shape, dtype=dtype), *(0.3 * torch.randn(size, dtype=dtype) for _ in range(2))
+    return x + 0.1 * torch.randn(x.shape, dtype=dtype), *(
+        0.3 * torch.randn(size, dtype=dtype) for _ in range(2)
+    )
 
 
 def _in_order(block: Any) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in (block.conv.weight, block.conv.bias, block.scale, block.bias)])
+    return torch.cat(
+        [
+            p.detach().reshape(-1)
+            for p in (block.conv.weight, block.conv.bias, block.scale, block.bias)
+        ]
+    )
 
 
 def as_declared(x: Tensor, ours: FewShot) -> Tensor:
@@ -96,7 +130,12 @@ def as_declared(x: Tensor, ours: FewShot) -> Tensor:
     index = torch.arange(len(x))
     order, rest = [], index
     for block in ours.encoder.blocks:
-        parts = {"conv.weight": block.conv.weight, "conv.bias": block.conv.bias, "scale": block.scale, "bias": block.bias}
+        parts = {
+            "conv.weight": block.conv.weight,
+            "conv.bias": block.conv.bias,
+            "scale": block.scale,
+            "bias": block.bias,
+        }
         places = {}
         for name, parameter in parts.items():
             places[name], rest = rest[: parameter.numel()], rest[parameter.numel() :]
@@ -106,7 +145,9 @@ def as_declared(x: Tensor, ours: FewShot) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("chunk_images", [1, 6, 13, 1000])
-def test_values_and_gradients_are_those_of_one_task_at_a_time(chunk_images: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_values_and_gradients_are_those_of_one_task_at_a_time(
+    chunk_images: int, dtype: torch.dtype, tolerance: float
+) -> None:
     ours, source = module(chunk_images=chunk_images).to(dtype), data()
     upper, lower = ((batch[0].to(dtype), *batch[1:]) for batch in (source.upper, source.lower))
     problem = ours.bilevel_problem({"upper": upper, "lower": lower})
@@ -128,7 +169,9 @@ def test_values_and_gradients_are_those_of_one_task_at_a_time(chunk_images: int,
     difference = plain.loss(x, y, lower) - plain.loss(x, z.detach(), lower)
     gap_x, gap_y = torch.autograd.grad(difference, (x, y))
     gap = level.gap(y.detach(), z.detach())
-    assert gap.value_y - gap.value_z == pytest.approx(float(difference.detach()), rel=tolerance, abs=tolerance)
+    assert gap.value_y - gap.value_z == pytest.approx(
+        float(difference.detach()), rel=tolerance, abs=tolerance
+    )
     assert torch.allclose(gap.grad_x, as_declared(gap_x, ours), rtol=tolerance, atol=tolerance)
     assert torch.allclose(gap.grad_y, gap_y, rtol=tolerance, atol=tolerance)
 
@@ -142,7 +185,9 @@ def test_chunks_of_the_user_keep_their_weights() -> None:
         return ours.bilevel_problem({"upper": batch, "lower": source.lower}).upper(x, y).value
 
     assert f(Chunks(parts)) == pytest.approx(f(source.upper), rel=1e-5)
-    assert f(Chunks(parts, [0.9, 0.1])) == pytest.approx(0.9 * f(parts[0]) + 0.1 * f(parts[1]), rel=1e-5)
+    assert f(Chunks(parts, [0.9, 0.1])) == pytest.approx(
+        0.9 * f(parts[0]) + 0.1 * f(parts[1]), rel=1e-5
+    )
 
 
 def test_the_encoder_runs_once_per_x_however_many_inner_iterations() -> None:
@@ -171,17 +216,29 @@ def test_statistics_are_those_of_each_task_alone() -> None:
     together = encoder(images)
     alone = torch.cat([encoder(images[i : i + 1]) for i in range(3)])
     assert torch.allclose(together, alone, atol=1e-6)
-    assert not torch.allclose(together[:1], encoder(torch.cat([images[:1], images[1:2]], dim=1))[:, :6], atol=1e-3)
+    assert not torch.allclose(
+        together[:1], encoder(torch.cat([images[:1], images[1:2]], dim=1))[:, :6], atol=1e-3
+    )
 
 
 def test_adapted_heads_are_gradient_descent_on_each_task() -> None:
-    features, labels = torch.randn(3, 6, 5, dtype=torch.float64), torch.arange(3).repeat_interleave(2).expand(3, 6)
+    features, labels = (
+        torch.randn(3, 6, 5, dtype=torch.float64),
+        torch.arange(3).repeat_interleave(2).expand(3, 6),
+    )
     weight, bias = adapt(features, labels, 3, steps=7, lr=0.4)
     for i in range(3):
-        w, b = torch.zeros(3, 5, dtype=torch.float64, requires_grad=True), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        w, b = (
+            torch.zeros(3, 5, dtype=torch.float64, requires_grad=True),
+            torch.zeros(3, dtype=torch.float64, requires_grad=True),
+        )
         for _ in range(7):
-            slopes = torch.autograd.grad(cross_entropy(linear(features[i], w, b), labels[i]), (w, b))
-            w, b = ((v - 0.4 * s).detach().requires_grad_() for v, s in zip((w, b), slopes, strict=True))
+            slopes = torch.autograd.grad(
+                cross_entropy(linear(features[i], w, b), labels[i]), (w, b)
+            )
+            w, b = (
+                (v - 0.4 * s).detach().requires_grad_() for v, s in zip((w, b), slopes, strict=True)
+            )
         assert torch.allclose(weight[i], w, rtol=1e-12)
         assert torch.allclose(bias[i], b, rtol=1e-12)
 
@@ -190,7 +247,11 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     source = data(train_classes=40, n_train=20, n_validation=10, epoch_length=15)
     # Of the first ten seeds all learn, to errors between 0.06 and 0.5; this one to 0.06, which leaves room for rounding.
     ours = module(
-        seed=1, tasks=20, channels=8, lower_unit=0.4, solver=lambda groups: BOME(groups, xi=1.0, alpha=1.0, eta=0.05, T=5)
+        seed=1,
+        tasks=20,
+        channels=8,
+        lower_unit=0.4,
+        solver=lambda groups: BOME(groups, xi=1.0, alpha=1.0, eta=0.05, T=5),
     )
     logger = TensorBoardLogger(tmp_path)
     run = trainer(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=15)
@@ -198,7 +259,9 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     metrics = run.callback_metrics
     assert float(metrics["val_error"]) < 0.4  # chance is 0.667
     assert {"val_loss", "val_error", "test_loss", "test_error"} <= metrics.keys()
-    assert {f"validation episode {i}" for i in range(3)} <= set(events(logger.log_dir).Tags()["images"])
+    assert {f"validation episode {i}" for i in range(3)} <= set(
+        events(logger.log_dir).Tags()["images"]
+    )
     run.test(ours, datamodule=source)
     assert float(run.callback_metrics["test_error"]) == pytest.approx(float(metrics["test_error"]))
 
@@ -210,7 +273,10 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
         ({"ways": 1}, "`FewShot(ways=1)` must be at least 2."),
         ({"channels": 0}, "`FewShot(channels=0)` must be at least 1."),
         ({"chunk_images": 0}, "`FewShot(chunk_images=0)` must be at least 1."),
-        ({"image_size": 15}, "`FewShot(image_size=15)` must be at least 16: four times halved, nothing is left of it."),
+        (
+            {"image_size": 15},
+            "`FewShot(image_size=15)` must be at least 16: four times halved, nothing is left of it.",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(given: dict[str, Any], message: str) -> None:
@@ -221,7 +287,9 @@ def test_bad_arguments_are_refused(given: dict[str, Any], message: str) -> None:
 def test_the_encoder_refuses_what_it_cannot_shrink() -> None:
     with pytest.raises(ValueError, match=r"`Conv4\(image_size=12\)` must be at least 16"):
         Conv4(image_size=12)
-    with pytest.raises(ValueError, match=r"`Conv4\(channels=0, inputs=1\)`: both must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"`Conv4\(channels=0, inputs=1\)`: both must be at least 1"
+    ):
         Conv4(channels=0)
 
 
@@ -230,10 +298,15 @@ def test_the_encoder_refuses_what_it_cannot_shrink() -> None:
     [
         ({"tasks": 4}, "`FewShot(tasks=4)` was given 5 training episodes: they must agree."),
         ({"ways": 4}, "`FewShot(ways=4)` was given 3 classes in an episode: they must agree."),
-        ({"image_size": 20}, "`FewShot(image_size=20)` was given images of 1x16x16: they must agree."),
+        (
+            {"image_size": 20},
+            "`FewShot(image_size=20)` was given images of 1x16x16: they must agree.",
+        ),
     ],
 )
-def test_data_that_do_not_fit_are_refused_before_training(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused_before_training(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(MisconfigurationException) as error:
         trainer(tmp_path, max_epochs=1).fit(module(**given), datamodule=data())
     assert str(error.value) == message

@@ -31,13 +31,18 @@ def blobs(count: int, seed: int) -> TensorDataset:
 
 def data(n_train: int = 60, **options: Any) -> CleaningData:
     return CleaningData.from_datasets(
-        blobs(n_train, 1), blobs(50, 2), blobs(40, 3), **{"corruption": 0.4, "epoch_length": 25, **options}
+        blobs(n_train, 1),
+        blobs(50, 2),
+        blobs(40, 3),
+        **{"corruption": 0.4, "epoch_length": 25, **options},
     )
 
 
 def module(n_train: int = 60, **options: Any) -> HyperCleaning:
     torch.manual_seed(0)
-    return HyperCleaning(n_train=n_train, inputs=4, hidden=8, classes=4, **{"solver": MILD, **options})
+    return HyperCleaning(
+        n_train=n_train, inputs=4, hidden=8, classes=4, **{"solver": MILD, **options}
+    )
 
 
 def test_the_papers_sizes_and_start() -> None:
@@ -63,13 +68,20 @@ def test_losses_are_the_papers(chunk_size: int | None) -> None:
 
     images, labels, _ = whole.lower
     losses = cross_entropy(network(images), labels, reduction="none")
-    assert problem.at(x).value(y) == pytest.approx(float((x.sigmoid() * losses).sum() / 60), rel=1e-5)
-    assert problem.upper(x, y).value == pytest.approx(float(cross_entropy(network(whole.upper[0]), whole.upper[1])), rel=1e-5)
+    assert problem.at(x).value(y) == pytest.approx(
+        float((x.sigmoid() * losses).sum() / 60), rel=1e-5
+    )
+    assert problem.upper(x, y).value == pytest.approx(
+        float(cross_entropy(network(whole.upper[0]), whole.upper[1])), rel=1e-5
+    )
 
 
 def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     # BOME's short steps: with the long ones of a line search, so small a problem ends now here and now there.
-    ours, source = module(upper_unit=30.0, solver=partial(BOME, xi=3.0, alpha=1.0, eta=0.5, T=1)), data()
+    ours, source = (
+        module(upper_unit=30.0, solver=partial(BOME, xi=3.0, alpha=1.0, eta=0.5, T=1)),
+        data(),
+    )
     logger = TensorBoardLogger(tmp_path)
     run = trainer(tmp_path, max_epochs=8, logger=logger, log_every_n_steps=25)
     run.fit(ours, datamodule=source)
@@ -82,7 +94,9 @@ def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     figure = ours.suspicious_figure(*source.lower[:2], count=10)
     drawn = [axis for axis in figure.axes if axis.get_images()]
     assert len(drawn) == 10
-    assert [int(axis.get_title().split()[0]) for axis in drawn] == source.lower[1][ours.suspicious(10)].tolist()
+    assert [int(axis.get_title().split()[0]) for axis in drawn] == source.lower[1][
+        ours.suspicious(10)
+    ].tolist()
 
 
 def test_metrics_are_what_they_say(tmp_path: Any) -> None:
@@ -93,7 +107,9 @@ def test_metrics_are_what_they_say(tmp_path: Any) -> None:
     images, labels = source.test
     error = float((ours(images).argmax(1) != labels).float().mean())
     assert float(run.callback_metrics["test_error"]) == pytest.approx(error, abs=1e-6)
-    assert run.test(ours, datamodule=source, verbose=False)[0]["test_error"] == pytest.approx(error, abs=1e-6)
+    assert run.test(ours, datamodule=source, verbose=False)[0]["test_error"] == pytest.approx(
+        error, abs=1e-6
+    )
     bad, good = ours.logits[source.corrupted], ours.logits[~source.corrupted]  # type: ignore[operator]
     pairs = (bad[:, None] < good[None]).float() + 0.5 * (bad[:, None] == good[None]).float()
     assert auroc == pytest.approx(float(pairs.mean()), abs=1e-6)
@@ -118,7 +134,11 @@ def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
 
 
 def test_any_classifier(tmp_path: Any) -> None:
-    ours = module(classifier=nn.Sequential(nn.Flatten(), nn.Linear(4, 4)), solver=BOME, envelope=Envelope(0.1, 1.0, 1e-3))
+    ours = module(
+        classifier=nn.Sequential(nn.Flatten(), nn.Linear(4, 4)),
+        solver=BOME,
+        envelope=Envelope(0.1, 1.0, 1e-3),
+    )
     trainer(tmp_path, max_steps=2).fit(ours, datamodule=data())
     certificate = ours.certify()
     assert certificate is not None
@@ -141,27 +161,39 @@ def test_bad_sizes(build: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("ours", "message"),
     [
-        (lambda: module(n_train=61), r"`HyperCleaning\(n_train=61\)` was given 60 training samples"),
+        (
+            lambda: module(n_train=61),
+            r"`HyperCleaning\(n_train=61\)` was given 60 training samples",
+        ),
         (
             lambda: HyperCleaning(n_train=60, inputs=5, classes=4),
             r"`HyperCleaning\(inputs=5\)` was given images of 1x2x2 = 4 pixels",
         ),
-        (lambda: HyperCleaning(n_train=60, inputs=4, classes=3), r"`HyperCleaning\(classes=3\)` was given labels of 4 classes"),
+        (
+            lambda: HyperCleaning(n_train=60, inputs=4, classes=3),
+            r"`HyperCleaning\(classes=3\)` was given labels of 4 classes",
+        ),
     ],
 )
-def test_data_that_do_not_fit_are_refused_before_training(tmp_path: Any, ours: Any, message: str) -> None:
+def test_data_that_do_not_fit_are_refused_before_training(
+    tmp_path: Any, ours: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, max_steps=1).fit(ours(), datamodule=data())
 
 
-def test_digits_are_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_are_cleaned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newcomer's command."""
     pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     fit(tmp_path, *quiet, config=CONFIGS / "digits" / "ivsp.yaml")
     rows = {
-        line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines() if "  " in line
+        line.split("  ")[0].strip(): line.split("  ")[-1].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if "  " in line
     }
     assert float(rows["auroc"]) >= 0.96
     assert float(rows["test_error"]) <= 0.04

@@ -10,8 +10,12 @@ import torch
 from lightning_bilevel import SineProblem
 
 
-@pytest.mark.parametrize(("n", "a", "c"), [(1, 2.0, 2.0), (1000, 2.0, 2.0), (7, -3.0, 0.4), (3, 1.0, [0.1, 2.0, -1.0])])
-def test_solution_is_lower_level_optimal_and_stationary_on_it(n: int, a: float, c: float | list[float]) -> None:
+@pytest.mark.parametrize(
+    ("n", "a", "c"), [(1, 2.0, 2.0), (1000, 2.0, 2.0), (7, -3.0, 0.4), (3, 1.0, [0.1, 2.0, -1.0])]
+)
+def test_solution_is_lower_level_optimal_and_stationary_on_it(
+    n: int, a: float, c: float | list[float]
+) -> None:
     module = SineProblem(n=n, a=a, c=c).double()
     problem = module.bilevel_problem({"upper": None, "lower": None})
     x, y = torch.tensor([module.x_star], dtype=torch.float64), module.y_star

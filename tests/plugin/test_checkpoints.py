@@ -55,12 +55,20 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
     records, logger = Everything(fit.pop("folder", None)), CSVLogger(tmp_path)
     callbacks = [records, MoreauGapMonitor(share=math.inf)]  # its own limit is one of time
     run = trainer(
-        tmp_path, max_steps=STEPS, precision=precision, callbacks=callbacks, logger=logger, log_every_n_steps=EPOCH, max_epochs=-1
+        tmp_path,
+        max_steps=STEPS,
+        precision=precision,
+        callbacks=callbacks,
+        logger=logger,
+        log_every_n_steps=EPOCH,
+        max_epochs=-1,
     )
     run.fit(module, datamodule=data, **fit)
     state = run.optimizers[0].state_dict()
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        logged = [{k: v for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
+        logged = [
+            {k: v for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)
+        ]
     return {
         "parameters": module.state_dict(),
         "memory": {k: v for k, v in state["state"][0].items() if k != "optimization_time"},
@@ -114,24 +122,35 @@ class TestRefusals:
     def refused(self, tmp_path: Path, module: Any, path: Path, data: Any = None) -> str:
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         with pytest.raises(MisconfigurationException) as caught:
-            trainer(tmp_path, max_steps=5).fit(module, datamodule=data or weighting_data(), ckpt_path=path)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+            trainer(tmp_path, max_steps=5).fit(
+                module, datamodule=data or weighting_data(), ckpt_path=path
+            )
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items()
+        )
         return str(caught.value)
 
     def test_of_another_solver(self, tmp_path: Path) -> None:
         told = self.refused(tmp_path, Weighting(solver=BOME), saved(tmp_path))
-        assert told.startswith("the checkpoint given to `Weighting` was written by IVSP, whose state BOME cannot go on from")
+        assert told.startswith(
+            "the checkpoint given to `Weighting` was written by IVSP, whose state BOME cannot go on from"
+        )
 
     def test_of_another_size(self, tmp_path: Path) -> None:
         told = self.refused(tmp_path, Weighting(29), saved(tmp_path), weighting_data(count=29))
-        assert "has 30 upper-level variables, the module has 29: it belongs to another problem" in told
+        assert (
+            "has 30 upper-level variables, the module has 29: it belongs to another problem" in told
+        )
         path = saved(tmp_path, SineProblem(n=4, solver=PAPER), FullBatchDataModule())
         told = self.refused(tmp_path, SineProblem(n=5, solver=PAPER), path, FullBatchDataModule())
         assert "has 4 lower-level variables, the module has 5" in told
 
     def test_of_a_future_version(self, tmp_path: Path) -> None:
         told = self.refused(tmp_path, Weighting(), changed(saved(tmp_path), format=FORMAT + 1))
-        assert f"was written by a later version of lightning-bilevel (format {FORMAT + 1}, known up to {FORMAT}): update" in told
+        assert (
+            f"was written by a later version of lightning-bilevel (format {FORMAT + 1}, known up to {FORMAT}): update"
+            in told
+        )
 
     def test_of_another_kind_of_module(self, tmp_path: Path) -> None:
         path = saved(tmp_path)
@@ -140,15 +159,24 @@ class TestRefusals:
         torch.save(content, path)
         assert "has no record of a bilevel run" in self.refused(tmp_path, Weighting(), path)
 
-    def test_for_validation_the_solver_does_not_matter_but_the_size_does(self, tmp_path: Path) -> None:
+    def test_for_validation_the_solver_does_not_matter_but_the_size_does(
+        self, tmp_path: Path
+    ) -> None:
         path = saved(tmp_path)
-        trainer(tmp_path).validate(Weighting(solver=BOME), datamodule=weighting_data(), ckpt_path=path, verbose=False)
+        trainer(tmp_path).validate(
+            Weighting(solver=BOME), datamodule=weighting_data(), ckpt_path=path, verbose=False
+        )
         with pytest.raises(MisconfigurationException, match="it belongs to another problem"):
-            trainer(tmp_path).validate(Weighting(29), datamodule=weighting_data(), ckpt_path=path, verbose=False)
+            trainer(tmp_path).validate(
+                Weighting(29), datamodule=weighting_data(), ckpt_path=path, verbose=False
+            )
 
     def test_other_constants_are_told(self, tmp_path: Path) -> None:
         path, other = saved(tmp_path), Weighting(solver=partial(MILD, rho=0.05))
-        with pytest.warns(UserWarning, match=r"`Weighting` resumes with the constants of the checkpoint: rho=0.1 \(not 0.05\)"):
+        with pytest.warns(
+            UserWarning,
+            match=r"`Weighting` resumes with the constants of the checkpoint: rho=0.1 \(not 0.05\)",
+        ):
             trainer(tmp_path, max_steps=5).fit(other, datamodule=weighting_data(), ckpt_path=path)
 
     def test_a_checkpoint_without_a_trainer_is_the_users_own_affair(self, tmp_path: Path) -> None:
@@ -159,7 +187,8 @@ class TestRefusals:
     def test_a_torn_file_is_named(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "torn.ckpt").write_bytes(content)
         with pytest.raises(
-            MisconfigurationException, match=r"`ckpt_path='.*torn.ckpt'` is not a whole checkpoint of tensors and plain values"
+            MisconfigurationException,
+            match=r"`ckpt_path='.*torn.ckpt'` is not a whole checkpoint of tensors and plain values",
         ):
             WholeFileIO().load_checkpoint(tmp_path / "torn.ckpt")
 
@@ -171,11 +200,19 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
 
     torch.save({"state_dict": Payload()}, tmp_path / "bad.ckpt")
     # Torch's own default, which a bare Trainer takes, is the safe one from 2.6 on; before, SECURITY.md says to ask for it.
-    given = {"ckpt_path": tmp_path / "bad.ckpt", "weights_only": None if TorchVersion(torch.__version__) >= "2.6" else True}
+    given = {
+        "ckpt_path": tmp_path / "bad.ckpt",
+        "weights_only": None if TorchVersion(torch.__version__) >= "2.6" else True,
+    }
     for load in (
         lambda: WholeFileIO().load_checkpoint(tmp_path / "bad.ckpt"),
-        lambda: trainer(tmp_path, max_steps=1).fit(Weighting(), datamodule=weighting_data(), **given),
+        lambda: trainer(tmp_path, max_steps=1).fit(
+            Weighting(), datamodule=weighting_data(), **given
+        ),
     ):
-        with pytest.raises(Exception, match=r"not a whole checkpoint of tensors and plain values|Weights only load failed"):
+        with pytest.raises(
+            Exception,
+            match=r"not a whole checkpoint of tensors and plain values|Weights only load failed",
+        ):
             load()
     assert not (tmp_path / "pwned").exists()

@@ -59,7 +59,9 @@ MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 BATCH = {"upper": samples(20, 1), "lower": samples(30, 2)}
 
 
-def fitted(tmp_path: Path, module: Any = None, steps: int = 6, data: Any = None, **options: Any) -> tuple[Any, Trainer]:
+def fitted(
+    tmp_path: Path, module: Any = None, steps: int = 6, data: Any = None, **options: Any
+) -> tuple[Any, Trainer]:
     module = Weighting() if module is None else module
     ours = trainer(tmp_path, **{"max_steps": steps, "log_every_n_steps": 5, **options})
     ours.fit(module, datamodule=data or weighting_data())
@@ -92,13 +94,20 @@ class TestFlags:
             {"max_time": "00:01:00:00"},
             {"enable_checkpointing": True},
             {"enable_model_summary": True},
-            {"barebones": True, "enable_model_summary": None, "enable_progress_bar": None, "logger": None}
+            {
+                "barebones": True,
+                "enable_model_summary": None,
+                "enable_progress_bar": None,
+                "logger": None,
+            }
             | {"enable_checkpointing": None, "log_every_n_steps": None},
             {"sync_batchnorm": True},
         ],
         ids=lambda flags: next(iter(flags)),
     )
-    def test_the_path_is_that_of_the_plain_trainer(self, tmp_path: Path, plain: Weighting, flags: dict[str, Any]) -> None:
+    def test_the_path_is_that_of_the_plain_trainer(
+        self, tmp_path: Path, plain: Weighting, flags: dict[str, Any]
+    ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module, _ = fitted(tmp_path, **flags)
@@ -113,7 +122,9 @@ class TestFlags:
             ({"precision": "16-true"}, "is not supported: the Moreau gap is a small difference"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, tmp_path: Path, flags: dict[str, Any], words: str) -> None:
+    def test_what_cannot_be_is_refused(
+        self, tmp_path: Path, flags: dict[str, Any], words: str
+    ) -> None:
         with pytest.raises(MisconfigurationException, match=words):
             fitted(tmp_path, **flags)
 
@@ -128,17 +139,35 @@ class TestFlags:
         ],
         ids=lambda callback: type(callback).__name__,
     )
-    def test_callbacks_of_lightning_do_not_change_the_path(self, tmp_path: Path, plain: Weighting, callback: Any) -> None:
+    def test_callbacks_of_lightning_do_not_change_the_path(
+        self, tmp_path: Path, plain: Weighting, callback: Any
+    ) -> None:
         logger = CSVLogger(tmp_path)
         bar = {"enable_progress_bar": True} if isinstance(callback, TQDMProgressBar) else {}
-        checkpoints = {"enable_checkpointing": True} if isinstance(callback, ModelCheckpoint) else {}
+        checkpoints = (
+            {"enable_checkpointing": True} if isinstance(callback, ModelCheckpoint) else {}
+        )
         module, _ = fitted(tmp_path, callbacks=[callback], logger=logger, **bar, **checkpoints)
         assert same_parameters(module, plain)
 
-    def test_callbacks_of_ours_do_not_change_the_path(self, tmp_path: Path, plain: Weighting) -> None:
-        ours = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), MoreauGapMonitor(), ConvergencePlot(), CertificateReport()]
+    def test_callbacks_of_ours_do_not_change_the_path(
+        self, tmp_path: Path, plain: Weighting
+    ) -> None:
+        ours = [
+            PenaltyMonitor(),
+            KKTMonitor(),
+            SolverMonitor(),
+            MoreauGapMonitor(),
+            ConvergencePlot(),
+            CertificateReport(),
+        ]
         loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
-        module, _ = fitted(tmp_path, callbacks=[*ours, LastCheckpoint(tmp_path)], logger=loggers, enable_checkpointing=True)
+        module, _ = fitted(
+            tmp_path,
+            callbacks=[*ours, LastCheckpoint(tmp_path)],
+            logger=loggers,
+            enable_checkpointing=True,
+        )
         assert same_parameters(module, plain)
         assert (tmp_path / "last.ckpt").is_file()
 
@@ -146,7 +175,10 @@ class TestFlags:
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (ModelPruning("l1_unstructured", amount=0.5), "changes the parameters in the middle of a run"),
+        (
+            ModelPruning("l1_unstructured", amount=0.5),
+            "changes the parameters in the middle of a run",
+        ),
         (LearningRateMonitor(log_weight_decay=True), "has no weight decay"),
     ],
 )
@@ -158,7 +190,9 @@ def test_callbacks_that_cannot_work_are_refused(tmp_path: Path, callback: Any, w
 def test_a_full_batch_has_no_batch_size_to_find(tmp_path: Path) -> None:
     data: Any = weighting_data()
     data.batch_size = 4
-    with pytest.raises(MisconfigurationException, match="`BatchSizeFinder` cannot work on a `FullBatchDataModule`"):
+    with pytest.raises(
+        MisconfigurationException, match="`BatchSizeFinder` cannot work on a `FullBatchDataModule`"
+    ):
         fitted(tmp_path, callbacks=[BatchSizeFinder()], data=data)
 
 
@@ -176,7 +210,9 @@ class TestMetrics:
 
         class Reader(Callback):
             def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-                seen.append((float(trainer.callback_metrics["bilevel/upper"]), pl_module.last_step.upper))
+                seen.append(
+                    (float(trainer.callback_metrics["bilevel/upper"]), pl_module.last_step.upper)
+                )
 
         _, ours = fitted(tmp_path, steps=12, callbacks=[Reader()])
         assert len(seen) == 12
@@ -185,8 +221,14 @@ class TestMetrics:
 
     def test_logged_metrics_and_the_usual_bar_have_the_main_values(self, tmp_path: Path) -> None:
         module, ours = fitted(tmp_path, steps=6, log_every_n_steps=3)
-        assert float(ours.logged_metrics["bilevel/upper"]) == pytest.approx(module.last_step.upper, rel=1e-6)
-        assert set(ours.progress_bar_metrics) >= {"bilevel/upper", "bilevel/moreau_gap", "bilevel/penalty"}
+        assert float(ours.logged_metrics["bilevel/upper"]) == pytest.approx(
+            module.last_step.upper, rel=1e-6
+        )
+        assert set(ours.progress_bar_metrics) >= {
+            "bilevel/upper",
+            "bilevel/moreau_gap",
+            "bilevel/penalty",
+        }
         assert ours.progress_bar_metrics["bilevel/moreau_gap"] == module.last_step.residual
 
     def test_what_a_monitor_found_goes_with_the_next_iteration(self, tmp_path: Path) -> None:
@@ -210,19 +252,40 @@ class TestMetrics:
                 scores.append((trainer.global_step, float(trainer.callback_metrics[self.monitor])))
                 super()._run_early_stopping_check(trainer)
 
-        watched, limits = Recorded("bilevel/kkt_stationarity", patience=50), {} if validation else {"limit_val_batches": 0}
+        watched, limits = (
+            Recorded("bilevel/kkt_stationarity", patience=50),
+            {} if validation else {"limit_val_batches": 0},
+        )
         monitor = KKTMonitor(share=0.0)
-        module, _ = fitted(tmp_path, steps=60, callbacks=[watched, monitor], data=weighting_data(epoch_length=5), **limits)
-        every, _ = fitted(tmp_path, steps=60, callbacks=[KKTMonitor(every_n_steps=5)], data=weighting_data(epoch_length=5))
+        module, _ = fitted(
+            tmp_path,
+            steps=60,
+            callbacks=[watched, monitor],
+            data=weighting_data(epoch_length=5),
+            **limits,
+        )
+        every, _ = fitted(
+            tmp_path,
+            steps=60,
+            callbacks=[KKTMonitor(every_n_steps=5)],
+            data=weighting_data(epoch_length=5),
+        )
         assert [step for step, _ in scores] == list(range(5, 61, 5))
         assert len({value for _, value in scores}) == 12  # each its own
         assert same_parameters(module, every)
 
     def test_a_checkpoint_every_few_steps_is_scored_by_its_own_point(self, tmp_path: Path) -> None:
-        saved = ModelCheckpoint(tmp_path, monitor="bilevel/violation", save_top_k=-1, every_n_train_steps=2)
+        saved = ModelCheckpoint(
+            tmp_path, monitor="bilevel/violation", save_top_k=-1, every_n_train_steps=2
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*manual optimization.*")
-            fitted(tmp_path, steps=8, callbacks=[saved, MoreauGapMonitor(share=0.0)], enable_checkpointing=True)
+            fitted(
+                tmp_path,
+                steps=8,
+                callbacks=[saved, MoreauGapMonitor(share=0.0)],
+                enable_checkpointing=True,
+            )
         other = MoreauGapMonitor(every_n_steps=2)
         violations: list[float] = []
 
@@ -232,7 +295,9 @@ class TestMetrics:
                     violations.append(float(trainer.callback_metrics["bilevel/violation"]))
 
         fitted(tmp_path, steps=8, callbacks=[other, Reader()])
-        assert sorted(float(score) for score in saved.best_k_models.values()) == pytest.approx(sorted(violations))
+        assert sorted(float(score) for score in saved.best_k_models.values()) == pytest.approx(
+            sorted(violations)
+        )
 
 
 def test_a_run_resumed_after_restore_best_goes_on_from_its_last_point(tmp_path: Path) -> None:
@@ -279,7 +344,12 @@ class TestFrozen:
 
         module = Encoded()
         weight = module.encoder[0].weight.detach().clone()
-        fitted(tmp_path, module, callbacks=[Freeze()], data=FullBatchDataModule(samples(20, 1), samples(10, 2)))
+        fitted(
+            tmp_path,
+            module,
+            callbacks=[Freeze()],
+            data=FullBatchDataModule(samples(20, 1), samples(10, 2)),
+        )
         assert torch.equal(module.encoder[0].weight, weight)  # type: ignore[arg-type]
         assert module.last_step is not None
 
@@ -293,7 +363,10 @@ class TestFrozen:
                     self.unfreeze_and_add_param_group(pl_module.classifier, optimizer)
 
         warnings.filterwarnings("ignore", message="The provided params to be frozen already exist")
-        with pytest.raises(ValueError, match="cannot take parameters into a run whose vectors x and y have a fixed length"):
+        with pytest.raises(
+            ValueError,
+            match="cannot take parameters into a run whose vectors x and y have a fixed length",
+        ):
             fitted(tmp_path, callbacks=[Unfreeze()], steps=30)
 
     def test_freezing_in_the_middle_of_a_run_is_refused(self, tmp_path: Path) -> None:
@@ -301,27 +374,42 @@ class TestFrozen:
             def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
                 pl_module.classifier.bias.requires_grad_(False)
 
-        with pytest.raises(MisconfigurationException, match="was frozen or unfrozen in the middle of a run"):
+        with pytest.raises(
+            MisconfigurationException, match="was frozen or unfrozen in the middle of a run"
+        ):
             fitted(tmp_path, callbacks=[Late()])
 
     def test_a_level_that_is_frozen_whole_is_refused(self, tmp_path: Path) -> None:
         module = Weighting()
         module.classifier.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"`Weighting.declare\(lower=...\)` has no trainable parameter"):
+        with pytest.raises(
+            ValueError, match=r"`Weighting.declare\(lower=...\)` has no trainable parameter"
+        ):
             fitted(tmp_path, module)
 
     def test_a_parameter_twice_in_a_level_is_refused(self) -> None:
         module = Weighting()
         with pytest.raises(ValueError, match=r"declare\(lower=...\)` has a parameter twice"):
-            module.declare(upper=module.logits, lower=[module.classifier, module.classifier.weight], solver=MILD)
+            module.declare(
+                upper=module.logits,
+                lower=[module.classifier, module.classifier.weight],
+                solver=MILD,
+            )
 
     def test_the_frozen_part_of_several_sets_leaves_its_set(self) -> None:
         module = Weighting()
         module.bound = nn.Parameter(torch.zeros(2), requires_grad=False)
         sets = [Box(-1, 1), Box(-9, 9)]
-        module.declare(upper=[module.bound, module.logits], lower=module.classifier, upper_set=sets, solver=MILD)
+        module.declare(
+            upper=[module.bound, module.logits],
+            lower=module.classifier,
+            upper_set=sets,
+            solver=MILD,
+        )
         module.point = 20 * torch.ones(30), module.point[1]
-        assert torch.equal(module.bilevel_problem(BATCH).upper_set.project(module.point[0]), 9 * torch.ones(30))
+        assert torch.equal(
+            module.bilevel_problem(BATCH).upper_set.project(module.point[0]), 9 * torch.ones(30)
+        )
 
 
 class TestTrainingStep:
@@ -329,7 +417,10 @@ class TestTrainingStep:
         class Mine(Weighting):
             def training_step(self, batch: Any, batch_idx: int = 0) -> None: ...
 
-        with pytest.raises(MisconfigurationException, match=r"`Mine.training_step` made no outer iteration in a whole epoch"):
+        with pytest.raises(
+            MisconfigurationException,
+            match=r"`Mine.training_step` made no outer iteration in a whole epoch",
+        ):
             fitted(tmp_path, Mine(), max_epochs=1)
 
     def test_one_that_calls_ours_is_fine(self, tmp_path: Path) -> None:
@@ -346,13 +437,17 @@ class TestTrainingStep:
                 made = [torch.optim.Adam(self.parameters()) for _ in range(optimizers)]
                 return made[0] if optimizers == 1 else made
 
-        with pytest.raises(MisconfigurationException, match="its `configure_optimizers` must return the solver"):
+        with pytest.raises(
+            MisconfigurationException, match="its `configure_optimizers` must return the solver"
+        ):
             fitted(tmp_path, Mine())
 
     def test_automatic_optimization_is_refused(self, tmp_path: Path) -> None:
         module = Weighting()
         module.automatic_optimization = True
-        with pytest.raises(MisconfigurationException, match="must leave `automatic_optimization` at False"):
+        with pytest.raises(
+            MisconfigurationException, match="must leave `automatic_optimization` at False"
+        ):
             fitted(tmp_path, module)
 
     def test_a_scheduler_beside_the_solver_is_fine(self, tmp_path: Path) -> None:
@@ -370,13 +465,17 @@ class TestMiniBatches:
     @staticmethod
     def loaders(sizes: dict[str, int], mode: str) -> Any:
         made = {}
-        for (level, size), batch in zip(sizes.items(), (samples(20, 1), samples(30, 2)), strict=True):
+        for (level, size), batch in zip(
+            sizes.items(), (samples(20, 1), samples(30, 2)), strict=True
+        ):
             made[level] = DataLoader(TensorDataset(*batch), batch_size=size, shuffle=False)
         return CombinedLoader(made, mode)  # type: ignore[arg-type]
 
     def run(self, tmp_path: Path, loader: Any) -> Any:
         module = Weighting(solver=MEHA_STEPS, envelope=Envelope(0.1, 1.0, 1e-3))
-        trainer(tmp_path, max_steps=6).fit(module, loader, DataLoader(TensorDataset(*samples(20, 3)), batch_size=20))
+        trainer(tmp_path, max_steps=6).fit(
+            module, loader, DataLoader(TensorDataset(*samples(20, 3)), batch_size=20)
+        )
         return module
 
     def test_a_certificate_of_a_mini_batch_is_labelled(self, tmp_path: Path) -> None:
@@ -392,7 +491,9 @@ class TestMiniBatches:
         assert module.certify().evaluated_on == ""
 
     def test_a_level_without_data_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(MisconfigurationException, match=r"without data for the lower level.*max_size_cycle"):
+        with pytest.raises(
+            MisconfigurationException, match=r"without data for the lower level.*max_size_cycle"
+        ):
             self.run(tmp_path, self.loaders({"upper": 2, "lower": 10}, "max_size"))
 
 
@@ -405,7 +506,13 @@ class Cleaner(IVSPMixin, LightningModule):
         self.save_hyperparameters()
         self.logits = nn.Parameter(torch.zeros(n_train))
         self.classifier = nn.Linear(2, 3)
-        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-100, 100), lower_set=Box(-100, 100), solver=solver)
+        self.declare(
+            upper=self.logits,
+            lower=self.classifier,
+            upper_set=Box(-100, 100),
+            lower_set=Box(-100, 100),
+            solver=solver,
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         inputs, labels, _ = batch
@@ -413,7 +520,9 @@ class Cleaner(IVSPMixin, LightningModule):
 
     def lower_loss(self, batch: Any) -> Tensor:
         inputs, labels, _ = batch
-        return (self.logits.sigmoid() * cross_entropy(self.classifier(inputs), labels, reduction="none")).mean()
+        return (
+            self.logits.sigmoid() * cross_entropy(self.classifier(inputs), labels, reduction="none")
+        ).mean()
 
 
 class TestSavedModules:
@@ -426,19 +535,26 @@ class TestSavedModules:
         assert same_parameters(loaded, module)
         whole, _ = fitted(tmp_path, Cleaner(30), steps=12, data=data)
         resumed = Cleaner(30)
-        trainer(tmp_path, max_steps=12).fit(resumed, datamodule=data, ckpt_path=tmp_path / "cleaner.ckpt")
+        trainer(tmp_path, max_steps=12).fit(
+            resumed, datamodule=data, ckpt_path=tmp_path / "cleaner.ckpt"
+        )
         assert same_parameters(resumed, whole)
 
     def test_a_solver_with_its_constants_is_left_out_with_a_word(self, tmp_path: Path) -> None:
         data = FullBatchDataModule(BATCH["upper"], BATCH["lower"])
         module, ours = fitted(tmp_path, Cleaner(30, solver=MILD), data=data)
-        with pytest.warns(UserWarning, match="`Cleaner` keeps solver out of its checkpoint, which holds data and no code"):
+        with pytest.warns(
+            UserWarning,
+            match="`Cleaner` keeps solver out of its checkpoint, which holds data and no code",
+        ):
             ours.save_checkpoint(tmp_path / "cleaner.ckpt")
         loaded = Cleaner.load_from_checkpoint(tmp_path / "cleaner.ckpt", solver=MILD)
         assert same_parameters(loaded, module)
 
     @pytest.mark.parametrize("solver", [MILD, IVSP])
-    def test_a_loaded_module_has_the_certificate_of_its_run(self, tmp_path: Path, solver: Any) -> None:
+    def test_a_loaded_module_has_the_certificate_of_its_run(
+        self, tmp_path: Path, solver: Any
+    ) -> None:
         """Without a Trainer, and with another one; with the constants that the run chose."""
         module, ours = fitted(tmp_path, Weighting(solver=solver), enable_checkpointing=True)
         expected = module.certify()
@@ -452,7 +568,8 @@ class TestSavedModules:
 
     def test_certify_says_what_it_needs(self) -> None:
         with pytest.raises(
-            RuntimeError, match=r"call it after `Trainer.fit` in the same process, or give it one, `certify\(batch"
+            RuntimeError,
+            match=r"call it after `Trainer.fit` in the same process, or give it one, `certify\(batch",
         ):
             Weighting().certify()
 
@@ -494,8 +611,12 @@ def test_a_compiled_module_is_fitted_without_tracing_the_solver(tmp_path: Path) 
     module = Forward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(tmp_path, max_steps=6).fit(torch.compile(module, backend=backend), datamodule=weighting_data())  # type: ignore[arg-type]
-    assert 1 <= len(compiled) <= 4  # forward, with and without gradients; the solver would be dozens
+        trainer(tmp_path, max_steps=6).fit(
+            torch.compile(module, backend=backend), datamodule=weighting_data()
+        )  # type: ignore[arg-type]
+    assert (
+        1 <= len(compiled) <= 4
+    )  # forward, with and without gradients; the solver would be dozens
     torch.testing.assert_close(module.logits, fitted(tmp_path)[0].logits)
 
 
@@ -513,7 +634,9 @@ def test_fabric_takes_the_problem_as_a_closure() -> None:
 
 @pytest.mark.parametrize("given", [None, 3.0])
 def test_a_step_without_a_problem_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"`IVSP.step\(\)` was given (no problem|a float): it needs f and g"):
+    with pytest.raises(
+        TypeError, match=r"`IVSP.step\(\)` was given (no problem|a float): it needs f and g"
+    ):
         MILD(Weighting()._declared().groups()).step(lambda: given)
 
 
@@ -522,7 +645,9 @@ def test_pruning_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
             nn.utils.prune.l1_unstructured(pl_module.classifier, "weight", amount=0.5)
 
-    with pytest.raises(BilevelError, match="'weight' of the module is no longer where it was when the run started"):
+    with pytest.raises(
+        BilevelError, match="'weight' of the module is no longer where it was when the run started"
+    ):
         fitted(tmp_path, callbacks=[Prune()])
 
 
@@ -549,17 +674,36 @@ class Collectives(SingleDeviceStrategy):
         return super().reduce_boolean_decision(decision, all)
 
 
-def test_the_first_process_says_to_the_others_what_they_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_says_to_the_others_what_they_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is collective is called in all processes alike: none of it stands in code for the first one only."""
 
     def conversation(rank: int) -> list[str]:
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         monkeypatch.setattr(Collectives, "is_global_zero", property(lambda self: rank == 0))
         strategy, folder = Collectives(), tmp_path / str(rank)
-        monitors = [PenaltyMonitor(), KKTMonitor(restore_best=True, every_n_steps=1), SolverMonitor(), MoreauGapMonitor()]
-        callbacks = [*monitors, ConvergencePlot(every_n_minutes=1e-9), CertificateReport(), LastCheckpoint(folder, "1ms")]
+        monitors = [
+            PenaltyMonitor(),
+            KKTMonitor(restore_best=True, every_n_steps=1),
+            SolverMonitor(),
+            MoreauGapMonitor(),
+        ]
+        callbacks = [
+            *monitors,
+            ConvergencePlot(every_n_minutes=1e-9),
+            CertificateReport(),
+            LastCheckpoint(folder, "1ms"),
+        ]
         logger = TensorBoardLogger(folder)
-        fitted(folder, callbacks=callbacks, strategy=strategy, logger=logger, enable_checkpointing=True, log_every_n_steps=2)
+        fitted(
+            folder,
+            callbacks=callbacks,
+            strategy=strategy,
+            logger=logger,
+            enable_checkpointing=True,
+            log_every_n_steps=2,
+        )
         return strategy.said
 
     first, second = conversation(0), conversation(1)

@@ -16,7 +16,16 @@ from running import same_parameters, trainer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_bilevel import IVSP, MEHA, BilevelModule, Box, Chunks, Envelope, FullBatchDataModule, KKTMonitor
+from lightning_bilevel import (
+    IVSP,
+    MEHA,
+    BilevelModule,
+    Box,
+    Chunks,
+    Envelope,
+    FullBatchDataModule,
+    KKTMonitor,
+)
 
 
 class Normed(Weighting):
@@ -24,8 +33,16 @@ class Normed(Weighting):
 
     def __init__(self, solver: Any = MILD, **norm: Any) -> None:
         super().__init__(solver=solver)
-        self.classifier = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, **norm), nn.Sigmoid(), nn.Linear(8, 3))
-        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-5, 5), lower_set=Box(-5, 5), solver=solver)
+        self.classifier = nn.Sequential(
+            nn.Linear(2, 8), nn.BatchNorm1d(8, **norm), nn.Sigmoid(), nn.Linear(8, 3)
+        )
+        self.declare(
+            upper=self.logits,
+            lower=self.classifier,
+            upper_set=Box(-5, 5),
+            lower_set=Box(-5, 5),
+            solver=solver,
+        )
 
 
 class Spectral(Weighting):
@@ -35,7 +52,13 @@ class Spectral(Weighting):
         super().__init__(solver=solver)
         norm: Any = torch.nn.utils.spectral_norm if old else spectral_norm
         self.classifier = nn.Sequential(norm(nn.Linear(2, 8)), nn.Tanh(), nn.Linear(8, 3))
-        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-5, 5), lower_set=Box(-5, 5), solver=solver)
+        self.declare(
+            upper=self.logits,
+            lower=self.classifier,
+            upper_set=Box(-5, 5),
+            lower_set=Box(-5, 5),
+            solver=solver,
+        )
 
 
 class NormedEncoder(Encoded):
@@ -44,7 +67,13 @@ class NormedEncoder(Encoded):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh())
-        self.declare(upper=self.encoder, lower=self.head, upper_set=Box(-9, 9), lower_set=Box(-9, 9), solver=MILD)
+        self.declare(
+            upper=self.encoder,
+            lower=self.head,
+            upper_set=Box(-9, 9),
+            lower_set=Box(-9, 9),
+            solver=MILD,
+        )
 
     def lower_features(self, batch: Any) -> Tensor:
         return self.encoder(batch[0])
@@ -63,13 +92,17 @@ class Points(Callback):
         self.points.append(pl_module.point)
 
 
-def by_hand(module: BilevelModule, points: list[tuple[Tensor, Tensor]], lower: Any, upper: Any) -> BilevelModule:
+def by_hand(
+    module: BilevelModule, points: list[tuple[Tensor, Tensor]], lower: Any, upper: Any
+) -> BilevelModule:
     """Visit the points one after another with plain calls of the losses."""
     for point in points:
         module.point = point
         features = module.lower_features
         for part in lower:
-            module.lower_loss(part, features(part)) if features is not None else module.lower_loss(part)
+            module.lower_loss(part, features(part)) if features is not None else module.lower_loss(
+                part
+            )
         for part in upper:
             module.upper_loss(part)
     return module
@@ -82,8 +115,12 @@ def same_buffers(a: nn.Module, b: nn.Module) -> bool:
 MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 
 
-@pytest.mark.parametrize("module", [Normed(), Normed(MEHA_STEPS), Normed(momentum=None), NormedEncoder()])
-def test_running_statistics_are_those_of_the_accepted_points(tmp_path: Path, module: BilevelModule) -> None:
+@pytest.mark.parametrize(
+    "module", [Normed(), Normed(MEHA_STEPS), Normed(momentum=None), NormedEncoder()]
+)
+def test_running_statistics_are_those_of_the_accepted_points(
+    tmp_path: Path, module: BilevelModule
+) -> None:
     """One update per outer iteration, at the point that it ended with: trials and inner loops leave nothing behind."""
     other, points = copy.deepcopy(module), Points()
     trainer(tmp_path, max_steps=7, callbacks=[points]).fit(module, datamodule=weighting_data())
@@ -94,7 +131,10 @@ def test_running_statistics_are_those_of_the_accepted_points(tmp_path: Path, mod
 
 def test_chunks_update_statistics_one_after_another(tmp_path: Path) -> None:
     module, points = Normed(), Points()
-    other, parts = copy.deepcopy(module), [tuple(t[i : i + 10] for t in samples(30, 2)) for i in (0, 10, 20)]
+    other, parts = (
+        copy.deepcopy(module),
+        [tuple(t[i : i + 10] for t in samples(30, 2)) for i in (0, 10, 20)],
+    )
     data = FullBatchDataModule(samples(20, 1), Chunks(parts))
     trainer(tmp_path, max_steps=3, callbacks=[points]).fit(module, datamodule=data)
     assert same_buffers(module, by_hand(other, points.points, parts, [samples(20, 1)]))
@@ -106,7 +146,8 @@ def test_evaluation_is_of_the_model_that_was_trained(tmp_path: Path, precision: 
     module.logits = nn.Parameter(torch.zeros(500))
     module.declare(upper=module.logits, lower=module.classifier, solver=MILD)
     trainer(tmp_path, max_steps=60, precision=precision).fit(
-        module, datamodule=FullBatchDataModule(samples(500, 1), samples(500, 2), validation=samples(20, 3))
+        module,
+        datamodule=FullBatchDataModule(samples(500, 1), samples(500, 2), validation=samples(20, 3)),
     )
     inputs, labels, _ = samples(500, 7)
     inputs = inputs.to(module.logits.dtype)
@@ -125,7 +166,9 @@ def test_a_spectral_norm_is_one_in_evaluation(tmp_path: Path, old: bool) -> None
     layer: Any = module.classifier[0]
     module.eval()
     if old:
-        module.classifier(torch.zeros(1, 2, dtype=torch.float64))  # its hook sets the weight at each call
+        module.classifier(
+            torch.zeros(1, 2, dtype=torch.float64)
+        )  # its hook sets the weight at each call
     assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1.0, abs=1e-3)
 
 
@@ -136,7 +179,9 @@ def test_a_resumed_run_has_the_same_buffers(tmp_path: Path, make: Any) -> None:
     stopped = trainer(tmp_path, max_steps=5)
     stopped.fit(first, datamodule=weighting_data())
     stopped.save_checkpoint(tmp_path / "stop.ckpt")
-    trainer(tmp_path, max_steps=12).fit(second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
+    trainer(tmp_path, max_steps=12).fit(
+        second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt"
+    )
     assert same_parameters(whole, second)
     assert same_buffers(whole, second)
 
@@ -150,7 +195,9 @@ def test_a_module_without_such_buffers_is_evaluated_no_more_often(tmp_path: Path
             return super().upper_loss(batch)
 
     module = Counted(solver=MEHA_STEPS, envelope=Envelope(0.1, 1.0, 1e-3))
-    trainer(tmp_path, max_steps=6).fit(module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2)))
+    trainer(tmp_path, max_steps=6).fit(
+        module, datamodule=FullBatchDataModule(samples(20, 1), samples(30, 2))
+    )
     assert module.evaluations == 2 + 6  # the two looks before the first step, and one per step
 
 
@@ -171,7 +218,9 @@ def test_the_best_point_comes_with_its_buffers(tmp_path: Path) -> None:
             seen.append(pl_module.classifier[1].running_mean.clone())
 
     monitor = KKTMonitor(restore_best=True, every_n_steps=1)
-    trainer(tmp_path, max_steps=25, callbacks=[points, Means(), monitor]).fit(module, datamodule=weighting_data())
+    trainer(tmp_path, max_steps=25, callbacks=[points, Means(), monitor]).fit(
+        module, datamodule=weighting_data()
+    )
     best = monitor.best["iteration"]
     assert best < 25
     assert torch.equal(module.point[1], points.points[best - 1][1])

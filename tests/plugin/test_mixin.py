@@ -37,24 +37,35 @@ from lightning_bilevel import (
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize("units", [{}, {"upper_unit": 30.0, "lower_unit": 0.5}])
-def test_fit_and_a_bare_loop_follow_the_same_path(tmp_path: Any, precision: str, units: dict[str, float]) -> None:
+def test_fit_and_a_bare_loop_follow_the_same_path(
+    tmp_path: Any, precision: str, units: dict[str, float]
+) -> None:
     fitted, looped = Weighting(**units), Weighting(**units)
     data = weighting_data()
     trainer(tmp_path, max_steps=25, precision=precision).fit(fitted, datamodule=data)
     batch = {"upper": samples(20, 1), "lower": samples(30, 2)}
     if precision == "64-true":
         looped = looped.double()
-        batch = {level: tuple(t.double() if t.is_floating_point() else t for t in part) for level, part in batch.items()}
+        batch = {
+            level: tuple(t.double() if t.is_floating_point() else t for t in part)
+            for level, part in batch.items()
+        }
     history = bare(looped, batch, 25)
     assert same_parameters(fitted, looped)
     assert fitted.last_step is not None
-    assert replace(fitted.last_step, optimization_time=0.0) == replace(history[-1], optimization_time=0.0)
+    assert replace(fitted.last_step, optimization_time=0.0) == replace(
+        history[-1], optimization_time=0.0
+    )
 
 
 def test_module_and_plain_functions_are_the_same_problem(tmp_path: Any) -> None:
     module = SineProblem(n=20, solver=PAPER)
-    trainer(tmp_path, max_steps=40, precision="64-true").fit(module, datamodule=FullBatchDataModule())
-    problem = SineProblem(n=20, solver=PAPER).double().bilevel_problem({"upper": None, "lower": None})
+    trainer(tmp_path, max_steps=40, precision="64-true").fit(
+        module, datamodule=FullBatchDataModule()
+    )
+    problem = (
+        SineProblem(n=20, solver=PAPER).double().bilevel_problem({"upper": None, "lower": None})
+    )
     start = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
     solution = solve(problem, *start, PAPER, max_steps=40)
     assert torch.equal(module.x.detach(), solution.x)
@@ -66,7 +77,10 @@ def test_unit_is_a_change_of_variables() -> None:
     """The solver's path in u is the path of the problem that was rescaled by hand."""
     unit = 7.0
     module = Weighting(upper_unit=unit).double()
-    batch = {level: tuple(t.double() if t.is_floating_point() else t for t in samples(30, 2)) for level in ("upper", "lower")}
+    batch = {
+        level: tuple(t.double() if t.is_floating_point() else t for t in samples(30, 2))
+        for level in ("upper", "lower")
+    }
     plain = module.bilevel_problem(batch)
     x0 = torch.zeros(30, dtype=torch.float64)
     y0 = torch.cat([p.detach().reshape(-1) for p in module.classifier.parameters()])
@@ -89,7 +103,9 @@ def test_lower_unit_certifies_the_same_relaxed_problem(tmp_path: Any) -> None:
     assert certificate is not None
     assert module.last_step is not None
     assert certificate.rho == pytest.approx(0.1 * 0.25)
-    assert certificate.residual == pytest.approx(module.last_step.residual, abs=2 * module.last_step.zeta)  # type: ignore[attr-defined]
+    assert certificate.residual == pytest.approx(
+        module.last_step.residual, abs=2 * module.last_step.zeta
+    )  # type: ignore[attr-defined]
 
 
 def test_declared_encoder_part_changes_nothing_but_the_cost(tmp_path: Any) -> None:
@@ -110,11 +126,15 @@ def test_chunks_add_up_to_the_full_batch() -> None:
     whole = tuple(t.double() if t.is_floating_point() else t for t in samples(30, 2))
     parts = [tuple(t[a:b] for t in whole) for a, b in ((0, 7), (7, 19), (19, 30))]
     x, y = torch.randn(30, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    problems = [module.bilevel_problem({"upper": b, "lower": b}) for b in (whole, parts, Chunks(parts))]
+    problems = [
+        module.bilevel_problem({"upper": b, "lower": b}) for b in (whole, parts, Chunks(parts))
+    ]
     values = [(*p.upper(x, y), *p.at(x).gap(y, 0.5 * y)) for p in problems]
     for other in values[1:]:
         for a, b in zip(values[0], other, strict=True):
-            torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(
+                torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-14
+            )
 
 
 def test_what_is_known_of_a_point_is_used_again_only_on_the_same_batch() -> None:
@@ -131,7 +151,10 @@ def test_minibatches_run(tmp_path: Any) -> None:
     from lightning.pytorch.utilities import CombinedLoader
     from torch.utils.data import DataLoader, TensorDataset
 
-    loaders = {level: DataLoader(TensorDataset(*samples(30, s)), batch_size=10) for level, s in (("upper", 1), ("lower", 2))}
+    loaders = {
+        level: DataLoader(TensorDataset(*samples(30, s)), batch_size=10)
+        for level, s in (("upper", 1), ("lower", 2))
+    }
     module = Weighting()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,7 +180,12 @@ def test_one_set_per_declared_item() -> None:
             LightningModule.__init__(self)
             self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
             self.classifier = nn.Linear(2, 3)
-            self.declare(upper=[self.a, self.b], lower=self.classifier, upper_set=[Simplex(), Box(0, 0.5)], solver=MILD)
+            self.declare(
+                upper=[self.a, self.b],
+                lower=self.classifier,
+                upper_set=[Simplex(), Box(0, 0.5)],
+                solver=MILD,
+            )
 
     module = Two()
     projected = module._declaration.upper.feasible.project(torch.full((5,), 2.0))
@@ -182,7 +210,10 @@ class WeightingOnce(Weighting):
 def test_the_part_that_depends_on_y_is_evaluated_once_and_the_path_is_the_same(
     solver: Any, units: tuple[float, float], tmp_path: Any
 ) -> None:
-    plain, once = (kind(solver=solver, upper_unit=units[0], lower_unit=units[1]) for kind in (Weighting, WeightingOnce))
+    plain, once = (
+        kind(solver=solver, upper_unit=units[0], lower_unit=units[1])
+        for kind in (Weighting, WeightingOnce)
+    )
     for module in (plain, once):
         trainer(tmp_path, max_steps=5).fit(module, datamodule=weighting_data())
     assert all(torch.equal(a, b) for a, b in zip(plain.point, once.point, strict=True))
@@ -223,8 +254,19 @@ class Nothing(BilevelModule):
 def declaring(**kwargs: Any) -> Any:
     def build() -> None:
         module = Nothing()
-        items = {"a": module.a, "b": module.b, "other": nn.Parameter(torch.ones(1)), "none": nn.Identity(), "word": "a"}
-        module.declare(**{k: items[v] if isinstance(v, str) else v for k, v in {"solver": IVSP, **kwargs}.items()})
+        items = {
+            "a": module.a,
+            "b": module.b,
+            "other": nn.Parameter(torch.ones(1)),
+            "none": nn.Identity(),
+            "word": "a",
+        }
+        module.declare(
+            **{
+                k: items[v] if isinstance(v, str) else v
+                for k, v in {"solver": IVSP, **kwargs}.items()
+            }
+        )
 
     return build
 
@@ -233,12 +275,27 @@ def declaring(**kwargs: Any) -> Any:
     ("build", "message"),
     [
         (declaring(upper="a", lower="a"), r"a parameter is in both levels"),
-        (declaring(upper="none", lower="b"), r"`Nothing.declare\(upper=...\)` has no trainable parameter"),
-        (declaring(upper="a", lower="other"), r"`Nothing.declare\(lower=...\)` has a parameter that is not the module's own"),
+        (
+            declaring(upper="none", lower="b"),
+            r"`Nothing.declare\(upper=...\)` has no trainable parameter",
+        ),
+        (
+            declaring(upper="a", lower="other"),
+            r"`Nothing.declare\(lower=...\)` has a parameter that is not the module's own",
+        ),
         (declaring(upper="a", lower="b", solver=None), r"`Nothing.declare\(\)` needs a solver"),
-        (declaring(upper="a", lower="b", upper_unit=0.0), r"`Nothing.declare\(upper_unit=0.0\)` must be positive"),
-        (declaring(upper="a", lower="b", lower_unit=-1.0), r"`Nothing.declare\(lower_unit=-1.0\)` must be positive"),
-        (declaring(upper="a", lower="b", upper_set=[Box(0, 1)] * 2), r"one set for each of the 1 declared items"),
+        (
+            declaring(upper="a", lower="b", upper_unit=0.0),
+            r"`Nothing.declare\(upper_unit=0.0\)` must be positive",
+        ),
+        (
+            declaring(upper="a", lower="b", lower_unit=-1.0),
+            r"`Nothing.declare\(lower_unit=-1.0\)` must be positive",
+        ),
+        (
+            declaring(upper="a", lower="b", upper_set=[Box(0, 1)] * 2),
+            r"one set for each of the 1 declared items",
+        ),
         (
             declaring(upper="a", lower="b", solver=lambda groups: IVSP(groups, rho=2.0, sigma=1.0)),
             r"`rho=2.0` must be smaller than 1/sigma",
@@ -257,7 +314,9 @@ def test_a_level_takes_modules_and_parameters() -> None:
 
 
 def test_the_mixin_comes_first() -> None:
-    with pytest.raises(TypeError, match="`class Wrong` names LightningModule before the bilevel mixin"):
+    with pytest.raises(
+        TypeError, match="`class Wrong` names LightningModule before the bilevel mixin"
+    ):
         type("Wrong", (LightningModule, IVSPMixin), {})
 
 
@@ -288,22 +347,46 @@ class Random(Weighting):
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (Forgetful, {}, MisconfigurationException, "names neither as upper nor as lower: forgotten.weight, forgotten.bias"),
+        (
+            Forgetful,
+            {},
+            MisconfigurationException,
+            "names neither as upper nor as lower: forgotten.weight, forgotten.bias",
+        ),
         (Undeclared, {}, MisconfigurationException, "`Undeclared` has not declared its levels"),
         (Lossless, {}, NotImplementedError, "`Lossless` must define `upper_loss"),
-        (Random, {}, BilevelError, "The upper-level function f was .* at the same point: .* Switch off dropout"),
-        (Weighting, {"precision": "bf16-mixed"}, MisconfigurationException, "precision='bf16-mixed'.* is not supported"),
-        (Weighting, {"precision": "16-true"}, MisconfigurationException, "precision='16-true'.* is not supported"),
+        (
+            Random,
+            {},
+            BilevelError,
+            "The upper-level function f was .* at the same point: .* Switch off dropout",
+        ),
+        (
+            Weighting,
+            {"precision": "bf16-mixed"},
+            MisconfigurationException,
+            "precision='bf16-mixed'.* is not supported",
+        ),
+        (
+            Weighting,
+            {"precision": "16-true"},
+            MisconfigurationException,
+            "precision='16-true'.* is not supported",
+        ),
     ],
 )
-def test_what_fit_refuses(tmp_path: Any, module: type, options: Any, error: type, message: str) -> None:
+def test_what_fit_refuses(
+    tmp_path: Any, module: type, options: Any, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         trainer(tmp_path, max_steps=2, **options).fit(module(), datamodule=weighting_data())
 
 
 @pytest.mark.parametrize("batch", [samples(5, 0), {"upper": samples(5, 0)}])
 def test_a_batch_names_both_levels(batch: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r'it must be \{"upper": ..., "lower": ...\}'):
+    with pytest.raises(
+        MisconfigurationException, match=r'it must be \{"upper": ..., "lower": ...\}'
+    ):
         Weighting().bilevel_problem(batch)
 
 

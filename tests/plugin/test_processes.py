@@ -27,7 +27,12 @@ from lightning_bilevel.plugin.checks import check_trainer
 from lightning_bilevel.plugin.processes import part_of
 
 TASKS = ["sine", "cleaning", "fewshot"]
-CASES = [f"{task}/{solver}/{precision}" for task in TASKS for solver in parallel.SOLVERS for precision in ("64-true", "32-true")]
+CASES = [
+    f"{task}/{solver}/{precision}"
+    for task in TASKS
+    for solver in parallel.SOLVERS
+    for precision in ("64-true", "32-true")
+]
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP chooses differ.
 CASES = [case for case in CASES if not case.endswith("own/32-true")]
 CASES += [f"{task}/paper/64-true" for task in ("chunks", "encoded", "one sample", "weights")]
@@ -48,23 +53,39 @@ def over_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_follow_the_path_of_one(tmp_path: Path, over_two: dict[str, Any], case: str) -> None:
+def test_two_processes_follow_the_path_of_one(
+    tmp_path: Path, over_two: dict[str, Any], case: str
+) -> None:
     _, _, one = parallel.run(case, default_root_dir=tmp_path)
     first, second = over_two[case]
     tolerance = CLOSE[case.split("/")[-1]]
     assert torch.equal(first["parameters"], second["parameters"])
-    assert {**first, "parameters": None} == {**second, "parameters": None}  # all decisions, the certificate, even the time
+    assert {**first, "parameters": None} == {
+        **second,
+        "parameters": None,
+    }  # all decisions, the certificate, even the time
     assert len(first["steps"]) == parallel.STEPS
     size = max(1.0, float(one["parameters"].abs().max()))
-    torch.testing.assert_close(first["parameters"], one["parameters"], rtol=0, atol=tolerance * size)
-    assert float((one["parameters"] - torch.cat([p.detach().reshape(-1) for p in start(case)])).abs().max()) > 1e-3  # it moved
+    torch.testing.assert_close(
+        first["parameters"], one["parameters"], rtol=0, atol=tolerance * size
+    )
+    assert (
+        float(
+            (one["parameters"] - torch.cat([p.detach().reshape(-1) for p in start(case)]))
+            .abs()
+            .max()
+        )
+        > 1e-3
+    )  # it moved
     for mine, theirs in zip(first["steps"], one["steps"], strict=True):
         for name, value in theirs.items():
             if isinstance(value, int):
                 assert mine[name] == value, name
             else:
                 scale = max(abs(value), abs(theirs["upper"]) + abs(theirs["lower"]))
-                assert mine[name] == pytest.approx(value, rel=1e3 * tolerance, abs=1e3 * tolerance * scale), name
+                assert mine[name] == pytest.approx(
+                    value, rel=1e3 * tolerance, abs=1e3 * tolerance * scale
+                ), name
 
 
 def start(case: str) -> Any:
@@ -76,7 +97,9 @@ def start(case: str) -> Any:
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each wrong module or loader was refused with, in both of two processes."""
     out = tmp_path_factory.mktemp("refusals") / "out"
-    process = started(SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent)  # they leave files where they run
+    process = started(
+        SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent
+    )  # they leave files where they run
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
@@ -86,28 +109,59 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("summed", r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the parts of 2 processes"),
-        ("positional", r"`Positional.lower_loss` on the whole batch .* by its number, carried in the batch"),
-        ("normalised", r"`Normalised.upper_loss` on the whole batch .* nor normalised over the batch"),
-        ("of all", r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this process's part of 15 .*number"),
+        (
+            "summed",
+            r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the parts of 2 processes",
+        ),
+        (
+            "positional",
+            r"`Positional.lower_loss` on the whole batch .* by its number, carried in the batch",
+        ),
+        (
+            "normalised",
+            r"`Normalised.upper_loss` on the whole batch .* nor normalised over the batch",
+        ),
+        (
+            "of all",
+            r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this process's part of 15 .*number",
+        ),
         ("lengths", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
-        ("lengths of one chunk", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
-        ("loaders", r"`Weighting` was given different batches in different processes.*use_distributed_sampler=False"),
-        ("nan", r"IVSP stopped in outer iteration 3: in each of 100 trials .*: The upper-level function f returned a value nan"),
+        (
+            "lengths of one chunk",
+            r"a batch with tensors of lengths 3, 21 cannot be split over processes",
+        ),
+        (
+            "loaders",
+            r"`Weighting` was given different batches in different processes.*use_distributed_sampler=False",
+        ),
+        (
+            "nan",
+            r"IVSP stopped in outer iteration 3: in each of 100 trials .*: The upper-level function f returned a value nan",
+        ),
         ("drift", r"after outer iteration 2 the processes do not hold the same point"),
         ("same loaders", "^nothing$"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(refusals: list[dict[str, str]], what: str, sentence: str) -> None:
-    assert [bool(re.search(sentence, told[what])) for told in refusals] == [True, True], [told[what] for told in refusals]
+def test_what_would_be_silently_wrong_is_refused(
+    refusals: list[dict[str, str]], what: str, sentence: str
+) -> None:
+    assert [bool(re.search(sentence, told[what])) for told in refusals] == [True, True], [
+        told[what] for told in refusals
+    ]
 
 
 @pytest.mark.integration
-def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: list[dict[str, str]]) -> None:
+def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(
+    refusals: list[dict[str, str]],
+) -> None:
     works, fails = (told["of three"] for told in refusals)
     start = "ValueError: `OfAll.lower_loss` works on the whole batch of 3 samples and fails on"
-    assert works.startswith(f"{start} the part of another process: over several processes a loss must be a mean")
-    assert fails.startswith(f"{start} this process's part of 2 (RuntimeError: The size of tensor a (3) must match")
+    assert works.startswith(
+        f"{start} the part of another process: over several processes a loss must be a mean"
+    )
+    assert fails.startswith(
+        f"{start} this process's part of 2 (RuntimeError: The size of tensor a (3) must match"
+    )
     assert fails.endswith(" from RuntimeError")  # whose traceback leads to the line
     assert "from" not in works
 
@@ -121,8 +175,12 @@ def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(refusals: lis
         ("kill", 0, None),
     ],
 )
-def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, words: str | None) -> None:
-    process = started(SUPPORT / "parallel_faults.py", how, rank, cwd=tmp_path, start_new_session=True)
+def test_a_process_that_fails_ends_the_job(
+    tmp_path: Path, how: str, rank: int, words: str | None
+) -> None:
+    process = started(
+        SUPPORT / "parallel_faults.py", how, rank, cwd=tmp_path, start_new_session=True
+    )
     try:
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
@@ -140,7 +198,16 @@ def test_a_process_that_fails_ends_the_job(tmp_path: Path, how: str, rank: int, 
 @pytest.mark.integration
 def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     path = two_process_config(tmp_path)
-    arguments = ["compare", path, "--budget", "300ms", "--evaluations", "3", "--out", tmp_path / "out"]
+    arguments = [
+        "compare",
+        path,
+        "--budget",
+        "300ms",
+        "--evaluations",
+        "3",
+        "--out",
+        tmp_path / "out",
+    ]
     process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -153,14 +220,29 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None:
-    quiet = ["--trainer.logger=false", "--trainer.max_steps=3", f"--trainer.default_root_dir={tmp_path}"]
+    quiet = [
+        "--trainer.logger=false",
+        "--trainer.max_steps=3",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
     path = two_process_config(tmp_path)
     command = ["-m", "lightning_bilevel"]
-    one = started(*command, "fit", "--config", path, *quiet, "--trainer.devices=1", "--trainer.strategy=auto", cwd=tmp_path)
+    one = started(
+        *command,
+        "fit",
+        "--config",
+        path,
+        *quiet,
+        "--trainer.devices=1",
+        "--trainer.strategy=auto",
+        cwd=tmp_path,
+    )
     _, errors = one.communicate(timeout=120)
     assert one.returncode == 0, errors
     checkpoint = ["--ckpt_path", tmp_path / "checkpoints" / "last.ckpt"]
-    calls = {"certify": started(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)}
+    calls = {
+        "certify": started(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)
+    }
     calls["probe"] = started(*command, "probe", "--config", path, *quiet, cwd=tmp_path)
     for name, process in calls.items():
         printed, errors = process.communicate(timeout=120)
@@ -178,7 +260,9 @@ class TestParts:
         inputs, labels, index = samples(count, 0)
         found = [part_of((inputs, labels, index), rank, world) for rank in range(world)]
         assert torch.equal(torch.cat([part[2] for part, weight in found if weight]), index)
-        assert all(weight == pytest.approx(len(part[2]) / count) for part, weight in found if weight)
+        assert all(
+            weight == pytest.approx(len(part[2]) / count) for part, weight in found if weight
+        )
         assert sum(weight for _, weight in found) == pytest.approx(1.0)
         sizes = [len(part[2]) if weight else 0 for part, weight in found]
         assert max(sizes) - min(sizes) <= 1
@@ -189,7 +273,9 @@ class TestParts:
         parts = [part_of(chunks, rank, world) for rank in range(world)]
         batches = [as_chunks(part).batches for part, _ in parts]
         assert torch.equal(torch.cat([b["a"] for part in batches for b in part]), torch.arange(11))
-        assert [w * 11 for _, w in parts] == pytest.approx([sum(len(b["a"]) for b in part) for part in batches])
+        assert [w * 11 for _, w in parts] == pytest.approx(
+            [sum(len(b["a"]) for b in part) for part in batches]
+        )
 
     def test_weighted_chunks_go_whole(self) -> None:
         chunks = Chunks(["a", "b", "c"], [0.5, 0.2, 0.3])
@@ -214,7 +300,9 @@ def test_one_collective_per_evaluation() -> None:
         sizes.append((tensor.dtype, len(tensor)))
         return tensor
 
-    problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((x - y) ** 2).sum()).on_this_rank(1.0, 1.0, reduce)
+    problem = BilevelProblem(
+        lambda x, y: (x * y).sum(), lambda x, y: ((x - y) ** 2).sum()
+    ).on_this_rank(1.0, 1.0, reduce)
     x, y, z = torch.ones(3), torch.zeros(3), torch.ones(3)
     level = problem.at(x)
     for evaluate in (
@@ -228,29 +316,46 @@ def test_one_collective_per_evaluation() -> None:
     ):
         evaluate()
     # values and, for each gradient, whether it is there and its entries
-    assert sizes == [(torch.float64, n) for n in (1 + 2 * 4, 1 + 4, 1 + 4, 1 + 4, 2 + 2 * 4, 2 + 4, 1)]
+    assert sizes == [
+        (torch.float64, n) for n in (1 + 2 * 4, 1 + 4, 1 + 4, 1 + 4, 2 + 2 * 4, 2 + 4, 1)
+    ]
 
 
 def test_a_process_without_samples_adds_nothing() -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("evaluated without a sample")
 
-    problem = BilevelProblem(fail, fail, features=fail).on_this_rank(0.0, 0.0, lambda tensor: tensor + 1.0)
+    problem = BilevelProblem(fail, fail, features=fail).on_this_rank(
+        0.0, 0.0, lambda tensor: tensor + 1.0
+    )
     x, y = torch.ones(2), torch.zeros(2)
     value, grad_x, grad_y = problem.upper(x, y)
-    assert (value, grad_x.tolist(), grad_y.tolist()) == (1.0, [1.0, 1.0], [1.0, 1.0])  # what the others have
+    assert (value, grad_x.tolist(), grad_y.tolist()) == (
+        1.0,
+        [1.0, 1.0],
+        [1.0, 1.0],
+    )  # what the others have
     assert problem.at(x).gap(y, x).grad_x.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
 def test_sharded_strategies_are_refused(strategy: Any) -> None:
     trainer = type("Fake", (), {"precision": "32-true", "strategy": strategy()})()
-    with pytest.raises(MisconfigurationException, match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`'):
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`',
+    ):
         check_trainer("Weighting", trainer)
 
 
 def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
     """DeepSpeed's strategy, which shards, is a DDPStrategy to isinstance."""
-    trainer = type("Fake", (), {"precision": "32-true", "strategy": type("DeepSpeedStrategy", (DDPStrategy,), {})()})()
-    with pytest.raises(MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"):
+    trainer = type(
+        "Fake",
+        (),
+        {"precision": "32-true", "strategy": type("DeepSpeedStrategy", (DDPStrategy,), {})()},
+    )()
+    with pytest.raises(
+        MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"
+    ):
         check_trainer("Weighting", trainer)

@@ -16,7 +16,12 @@ from modules import MILD, PAPER, Weighting, weighting_data
 from records import Recorder
 from running import events, same_parameters, trainer
 
-from lightning_bilevel import BilevelProgressBar, CertificateReport, FullBatchDataModule, SineProblem
+from lightning_bilevel import (
+    BilevelProgressBar,
+    CertificateReport,
+    FullBatchDataModule,
+    SineProblem,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,9 @@ def test_validation_is_limited_and_logged(tmp_path: Any) -> None:
 
 
 def test_early_stopping_on_a_quantity_of_the_solver(tmp_path: Any) -> None:
-    stop = EarlyStopping("bilevel/upper", stopping_threshold=0.6, check_on_train_epoch_end=True, patience=10_000)
+    stop = EarlyStopping(
+        "bilevel/upper", stopping_threshold=0.6, check_on_train_epoch_end=True, patience=10_000
+    )
     run = trainer(tmp_path, max_epochs=200, callbacks=[stop])
     run.fit(Weighting(), datamodule=weighting_data())
     assert run.should_stop
@@ -65,7 +72,9 @@ def test_early_stopping_on_a_quantity_of_the_solver(tmp_path: Any) -> None:
 def test_checkpoint_monitors_the_current_step(tmp_path: Any) -> None:
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-            seen.append((float(trainer.callback_metrics["bilevel/upper"]), pl_module.last_step.upper))
+            seen.append(
+                (float(trainer.callback_metrics["bilevel/upper"]), pl_module.last_step.upper)
+            )
 
     seen: list[tuple[float, float]] = []
     keep = ModelCheckpoint(tmp_path, monitor="bilevel/upper", every_n_train_steps=5, save_top_k=1)
@@ -109,7 +118,9 @@ def test_resume_in_units_is_exact(tmp_path: Any) -> None:
     stopped = trainer(tmp_path, max_steps=7)
     stopped.fit(first, datamodule=weighting_data())
     stopped.save_checkpoint(tmp_path / "stop.ckpt")
-    trainer(tmp_path, max_steps=20).fit(second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
+    trainer(tmp_path, max_steps=20).fit(
+        second, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt"
+    )
     assert same_parameters(whole, second)
 
 
@@ -119,7 +130,9 @@ def test_a_resumed_run_is_certified_with_the_checkpoints_constants(tmp_path: Any
     stopped.save_checkpoint(tmp_path / "stop.ckpt")
     other = Weighting(solver=partial(MILD, rho=0.05))
     with pytest.warns(UserWarning, match="resumes with the constants of the checkpoint"):
-        trainer(tmp_path, max_steps=5).fit(other, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt")
+        trainer(tmp_path, max_steps=5).fit(
+            other, datamodule=weighting_data(), ckpt_path=tmp_path / "stop.ckpt"
+        )
     certificate = other.certify()
     assert certificate is not None
     assert certificate.rho == 0.1
@@ -127,7 +140,9 @@ def test_a_resumed_run_is_certified_with_the_checkpoints_constants(tmp_path: Any
 
 def test_tensorboard_and_csv_have_the_documented_names(tmp_path: Any) -> None:
     loggers = [TensorBoardLogger(tmp_path, "tb"), CSVLogger(tmp_path, "csv")]
-    run = trainer(tmp_path, max_steps=20, logger=loggers, log_every_n_steps=5, callbacks=[CertificateReport()])
+    run = trainer(
+        tmp_path, max_steps=20, logger=loggers, log_every_n_steps=5, callbacks=[CertificateReport()]
+    )
     run.fit(Weighting(), datamodule=weighting_data())
     found = events(Path(loggers[0].log_dir))
     words = """upper lower moreau_gap violation prox_distance smoothing penalty penalty_updates multiplier step trials
@@ -140,24 +155,37 @@ def test_tensorboard_and_csv_have_the_documented_names(tmp_path: Any) -> None:
 
 def test_learning_rate_monitor_sees_the_step(tmp_path: Any) -> None:
     monitor, module = LearningRateMonitor(logging_interval="step"), Weighting()
-    run = trainer(tmp_path, max_steps=3, logger=CSVLogger(tmp_path), callbacks=[monitor], log_every_n_steps=1)
+    run = trainer(
+        tmp_path, max_steps=3, logger=CSVLogger(tmp_path), callbacks=[monitor], log_every_n_steps=1
+    )
     run.fit(module, datamodule=weighting_data())
     assert module.last_step is not None
     assert run.optimizers[0].param_groups[0]["lr"] == module.last_step.mu / module.last_step.L  # type: ignore[attr-defined]
     assert len(monitor.lrs) == 2
 
 
-def test_certificate_report_prints_and_publishes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_certificate_report_prints_and_publishes(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, module = CertificateReport(), Weighting()
     run = trainer(tmp_path, max_epochs=2, callbacks=[report])
     run.fit(module, datamodule=weighting_data())
     printed = capsys.readouterr().out
-    for row in ("val_loss", "KKT stationarity", "multiplier", "penalty updates", "outer iterations", "optimisation time"):
+    for row in (
+        "val_loss",
+        "KKT stationarity",
+        "multiplier",
+        "penalty updates",
+        "outer iterations",
+        "optimisation time",
+    ):
         assert row in printed
     certificate = module.certify()
     assert report.certificate == certificate
     assert certificate is not None
-    assert float(run.callback_metrics["bilevel/kkt_stationarity"]) == pytest.approx(certificate.stationarity)
+    assert float(run.callback_metrics["bilevel/kkt_stationarity"]) == pytest.approx(
+        certificate.stationarity
+    )
     assert json.loads(json.dumps(certificate.as_dict()))["delta"] == 1e-3
 
 

@@ -50,7 +50,9 @@ def test_batch_normalisation_is_that_of_one_process(fits: tuple[Path, str], tmp_
     first, second = torch.load(fits[0] / "normed.pt", weights_only=True)
     assert all(torch.equal(first[name], second[name]) for name in first)
     module = two_processes.Normed()
-    data = FullBatchDataModule(samples(21, 1), samples(30, 2), samples(20, 3), samples(20, 4), epoch_length=4)
+    data = FullBatchDataModule(
+        samples(21, 1), samples(30, 2), samples(20, 3), samples(20, 4), epoch_length=4
+    )
     trainer(tmp_path, max_epochs=5).fit(module, datamodule=data)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(first[name], value, rtol=1e-3, atol=1e-4)
@@ -77,20 +79,26 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("hook", "step", "saved"), MOMENTS)
-def test_sigterm_ends_both_processes_at_any_moment(tmp_path: Path, hook: str, step: int, saved: bool) -> None:
+def test_sigterm_ends_both_processes_at_any_moment(
+    tmp_path: Path, hook: str, step: int, saved: bool
+) -> None:
     path = two_process_config(tmp_path, default_root_dir=str(tmp_path), max_epochs=2)
     content: dict[str, Any] = yaml.safe_load(path.read_text())
     terminate = {"class_path": "two_processes.Terminate", "init_args": {"hook": hook, "step": step}}
     content["trainer"]["callbacks"] = [terminate]
     path.write_text(yaml.safe_dump(content))
-    process = started("-m", "lightning_bilevel", "fit", "--config", path, cwd=tmp_path, start_new_session=True)
+    process = started(
+        "-m", "lightning_bilevel", "fit", "--config", path, cwd=tmp_path, start_new_session=True
+    )
     try:
         _, errors = process.communicate(timeout=90)
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), errors
         assert (tmp_path / "checkpoints" / "last.ckpt").is_file() == saved
         if saved:
             assert process.returncode == 128 + signal.SIGTERM, errors
-            assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] >= max(step, 1)
+            assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)[
+                "global_step"
+            ] >= max(step, 1)
         others = [int(pid) for pid in re.findall(r"^process (\d+)$", errors, re.M)]
         deadline = time.monotonic() + 20
         while not all(map(gone, others)) and time.monotonic() < deadline:

@@ -66,7 +66,14 @@ GOOD = Certificate(
     first_upper_gradient=1.0,
     first_lower_gradient=3.0,
 )
-RUN = Tally(iterations=100, trials=110, inner_iterations=300, penalty_updates=3, last_update=57, penalised=True)
+RUN = Tally(
+    iterations=100,
+    trials=110,
+    inner_iterations=300,
+    penalty_updates=3,
+    last_update=57,
+    penalised=True,
+)
 
 
 def test_the_sentence() -> None:
@@ -82,13 +89,23 @@ def test_the_sentence() -> None:
     [
         (replace(GOOD, feasibility=0.0, residual=-9e-4), RUN, "feasible (R = -9.0e-04); "),
         (GOOD, replace(RUN, penalty_updates=0, last_update=0), "; the penalty never had to grow."),
-        (GOOD, replace(RUN, last_update=81), "; the penalty is still moving: update 3 (iteration 81 of 100)."),
-        (GOOD, replace(RUN, last_update=80), "; the penalty settled at update 3 (iteration 80 of 100)."),
+        (
+            GOOD,
+            replace(RUN, last_update=81),
+            "; the penalty is still moving: update 3 (iteration 81 of 100).",
+        ),
+        (
+            GOOD,
+            replace(RUN, last_update=80),
+            "; the penalty settled at update 3 (iteration 80 of 100).",
+        ),
         (GOOD, Tally(iterations=100), "complementary to 2.6e-04."),
         (GOOD, None, "complementary to 2.6e-04."),
     ],
 )
-def test_what_the_sentence_depends_on(certificate: Certificate, run: Tally | None, words: str) -> None:
+def test_what_the_sentence_depends_on(
+    certificate: Certificate, run: Tally | None, words: str
+) -> None:
     text = reading(certificate, run)
     assert text.startswith(words) if words.startswith("feasible") else text.endswith(words)
 
@@ -96,14 +113,36 @@ def test_what_the_sentence_depends_on(certificate: Certificate, run: Tally | Non
 @pytest.mark.parametrize(
     ("certificate", "off", "well", "words"),
     [
-        (GOOD, {"above": 20}, {"above": 19}, "The residual has been above 2 a_phi mu for the last 20 iterations"),
+        (
+            GOOD,
+            {"above": 20},
+            {"above": 19},
+            "The residual has been above 2 a_phi mu for the last 20 iterations",
+        ),
         (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
-        (GOOD, {"halvings": 3}, {"halvings": 0}, "The inner step was divided by 8: `L_yy` is too small"),
-        (GOOD, {"inner_iterations": 3410}, {"inner_iterations": 3300}, "The inner loop takes 31 iterations per evaluation"),
-        (GOOD, {"last_update": 90}, {"last_update": 80}, "The penalty was still moving at iteration 90 of 100"),
+        (
+            GOOD,
+            {"halvings": 3},
+            {"halvings": 0},
+            "The inner step was divided by 8: `L_yy` is too small",
+        ),
+        (
+            GOOD,
+            {"inner_iterations": 3410},
+            {"inner_iterations": 3300},
+            "The inner loop takes 31 iterations per evaluation",
+        ),
+        (
+            GOOD,
+            {"last_update": 90},
+            {"last_update": 80},
+            "The penalty was still moving at iteration 90 of 100",
+        ),
     ],
 )
-def test_each_piece_of_advice(certificate: Certificate, off: dict[str, Any], well: dict[str, Any], words: str) -> None:
+def test_each_piece_of_advice(
+    certificate: Certificate, off: dict[str, Any], well: dict[str, Any], words: str
+) -> None:
     found = advice(certificate, replace(RUN, **off))
     assert len(found) == 1
     assert found[0].startswith(words)
@@ -130,12 +169,21 @@ class TestNotConverged:
     OTHER = Tally(iterations=100)
 
     @pytest.mark.parametrize(
-        "residuals", [{"stationarity": 0.011}, {"complementarity": 0.011}, {"stationarity": 0.022, "upper_gradient": 2.0}]
+        "residuals",
+        [
+            {"stationarity": 0.011},
+            {"complementarity": 0.011},
+            {"stationarity": 0.022, "upper_gradient": 2.0},
+        ],
     )
-    def test_residuals_of_more_than_a_hundredth_of_the_gradient(self, residuals: dict[str, float]) -> None:
+    def test_residuals_of_more_than_a_hundredth_of_the_gradient(
+        self, residuals: dict[str, float]
+    ) -> None:
         off = replace(GOOD, **residuals)  # type: ignore[arg-type]
         assert advice(off, RUN) == [f"{self.WORDS}Run longer."]
-        assert reading(off, RUN).startswith("not converged, the residuals are 0.011 times the gradient of f; feasible to ")
+        assert reading(off, RUN).startswith(
+            "not converged, the residuals are 0.011 times the gradient of f; feasible to "
+        )
 
     def test_less_than_that_is_well(self) -> None:
         assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
@@ -145,11 +193,24 @@ class TestNotConverged:
 
     def test_no_gradient_at_all(self) -> None:
         assert (
-            advice(replace(GOOD, stationarity=0.0, complementarity=0.0, first_upper_gradient=0.0, upper_gradient=0.0), RUN) == []
+            advice(
+                replace(
+                    GOOD,
+                    stationarity=0.0,
+                    complementarity=0.0,
+                    first_upper_gradient=0.0,
+                    upper_gradient=0.0,
+                ),
+                RUN,
+            )
+            == []
         )
 
     def test_methods_whose_steps_are_set_by_hand(self) -> None:
-        off, shorter = replace(GOOD, stationarity=0.011), "Run longer, or make the steps shorter if the values go up and down"
+        off, shorter = (
+            replace(GOOD, stationarity=0.011),
+            "Run longer, or make the steps shorter if the values go up and down",
+        )
         assert advice(off, self.OTHER) == [f"{self.WORDS}{shorter}."]
         (found,) = advice(replace(off, feasibility=2e-3), self.OTHER)
         assert found == f"{self.WORDS}{shorter}, or give the lower level more weight or more steps."
@@ -165,15 +226,22 @@ class TestNotConverged:
         assert advice(replace(GOOD, **norms), RUN) == []  # type: ignore[arg-type]
 
     def test_f_without_a_minimum(self) -> None:
-        problem = BilevelProblem(lambda x, y: -(x**2).sum() + y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+        problem = BilevelProblem(
+            lambda x, y: -(x**2).sum() + y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2
+        )
         told = solve(problem, torch.zeros(1).double(), torch.ones(1).double(), max_steps=60).reading
         assert "It seems to be unbounded below" in told
         assert "Run longer" not in told
 
     @pytest.mark.parametrize("solver", [PNGBiO, VPBGD, BOME, SLM, F2SA, MEHA])
     def test_every_method_that_stops_early(self, solver: Any) -> None:
-        problem, start = BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2), torch.full((1,), 3.0).double()
-        found = solve(problem, start, start, solver, 50, envelope=Envelope(rho=0.5, sigma=0.0, delta=1e-3))
+        problem, start = (
+            BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2),
+            torch.full((1,), 3.0).double(),
+        )
+        found = solve(
+            problem, start, start, solver, 50, envelope=Envelope(rho=0.5, sigma=0.0, delta=1e-3)
+        )
         assert "not converged" in found.reading
         assert "gamma0" not in found.reading
 
@@ -185,7 +253,9 @@ def f(x: Tensor, y: Tensor) -> Tensor:
 
 class TestNotEnforced:
     # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y| is 3.
-    SLACK = replace(GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0)
+    SLACK = replace(
+        GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
+    )
     WORDS = (
         "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those seen are 3 at the start and 1 at "
         "the end. "
@@ -193,13 +263,23 @@ class TestNotEnforced:
 
     def test_delta_too_large(self) -> None:
         # 0.5 (1 - 0.5) / 2 (1/10)^2
-        assert advice(self.SLACK, RUN) == [f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."]
-        assert "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is slack; " in reading(self.SLACK)
+        assert advice(self.SLACK, RUN) == [
+            f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
+        ]
+        assert (
+            "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is slack; "
+            in reading(self.SLACK)
+        )
 
     def test_rho_too_small(self) -> None:
         (found,) = advice(replace(self.SLACK, rho=1e-9, distance_bound=1e-6), RUN)
-        assert found.startswith(f"{self.WORDS}rho = 1e-09 is so small that the Moreau envelope looks only 3e-09 far")
-        assert "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of magnitude" in found
+        assert found.startswith(
+            f"{self.WORDS}rho = 1e-09 is so small that the Moreau envelope looks only 3e-09 far"
+        )
+        assert (
+            "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
+            in found
+        )
         assert found.endswith("Smooth g, rescale its variables (`lower_unit`), or give `rho`.")
 
     @pytest.mark.parametrize(
@@ -208,7 +288,10 @@ class TestNotEnforced:
             {"residual": -4e-4},  # the constraint is nearly active
             {"lower_gradient": 0.7},  # the gradient has fallen
             {"first_lower_gradient": None},  # there is nothing to compare with
-            {"first_lower_gradient": 0.0, "lower_gradient": 0.05},  # a start that solves g was left by a short step
+            {
+                "first_lower_gradient": 0.0,
+                "lower_gradient": 0.05,
+            },  # a start that solves g was left by a short step
             {"lower_gradient": 0.0, "first_lower_gradient": 0.0},
             {"rho": 1e-9},  # the steps are short, but delta allows long ones: it is not rho
         ],
@@ -233,21 +316,32 @@ class TestNotEnforced:
 
     def test_g_scaled_down_below_the_tolerance_of_the_certificate(self) -> None:
         zero = torch.zeros(1, dtype=torch.float64)
-        told = solve(BilevelProblem(f, lambda x, y: 1e-12 * ((y - x) ** 2).sum() / 2), zero, zero, max_steps=100).reading
+        told = solve(
+            BilevelProblem(f, lambda x, y: 1e-12 * ((y - x) ** 2).sum() / 2),
+            zero,
+            zero,
+            max_steps=100,
+        ).reading
         assert "Make delta smaller, at most 9e-16" in told
 
     def test_a_start_on_a_kink(self) -> None:
         zero = torch.zeros(1, dtype=torch.float64)
-        told = solve(BilevelProblem(f, lambda x, y: (y - x).abs().sum()), zero, zero, max_steps=60).reading
+        told = solve(
+            BilevelProblem(f, lambda x, y: (y - x).abs().sum()), zero, zero, max_steps=60
+        ).reading
         assert "where the gradient of g jumps (an absolute value, ReLU, max)" in told
 
     @pytest.mark.filterwarnings("ignore:IVSP does not move any more")
     def test_curvatures_that_differ(self) -> None:
         zero, c = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 1e8], dtype=torch.float64)
-        told = solve(BilevelProblem(f, lambda x, y: (c * (y - x) ** 2).sum() / 2), zero, zero, max_steps=500).reading
+        told = solve(
+            BilevelProblem(f, lambda x, y: (c * (y - x) ** 2).sum() / 2), zero, zero, max_steps=500
+        ).reading
         assert "its curvatures differ by many orders of magnitude" in told
 
-    @pytest.mark.filterwarnings("ignore:IVSP does not move any more", "ignore:The (upper|lower)-level start lies outside")
+    @pytest.mark.filterwarnings(
+        "ignore:IVSP does not move any more", "ignore:The (upper|lower)-level start lies outside"
+    )
     @pytest.mark.parametrize("point", ["start", "solution"])
     @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
     def test_healthy_runs_are_not_told(self, problem: Problem, point: str) -> None:
@@ -260,7 +354,11 @@ class TestNotEnforced:
 class TestHeldShare:
     def certificate(self, y: float, lower_set: Any) -> KKT:
         # grad f = (1, -3), grad R = (-(y - x)/2, (y - x)/2) with rho = 1: at multiplier 0 the gradient in y is -3.
-        problem = BilevelProblem(lambda x, y: x.sum() - 3 * y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=lower_set)
+        problem = BilevelProblem(
+            lambda x, y: x.sum() - 3 * y.sum(),
+            lambda x, y: ((y - x) ** 2).sum() / 2,
+            lower_set=lower_set,
+        )
         x, start = torch.zeros(1, dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
         return certify(problem, x, start, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
 
@@ -275,7 +373,9 @@ class TestHeldShare:
 
     def test_part_of_it(self) -> None:
         """On the simplex the component along (1, ..., 1) is held: of d = (-3, 0) that is (-1.5, -1.5)."""
-        problem = BilevelProblem(lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex())
+        problem = BilevelProblem(
+            lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex()
+        )
         x, y = torch.zeros(1, dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
         got = certify(problem, x, y, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
         assert got.held_share == pytest.approx(math.sqrt(0.5))
@@ -294,13 +394,17 @@ class TestTally:
         updates = [info.iteration for info in history if info.penalty_updated]
         assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
         above = [info.residual > info.mu / 4 for info in history]  # 2 a_phi mu with a_phi = 1/8
-        assert tally.above == (0 if not above[-1] else 200 if all(above) else above[::-1].index(False))
+        assert tally.above == (
+            0 if not above[-1] else 200 if all(above) else above[::-1].index(False)
+        )
         assert tally.capped == tally.halvings == 0
 
     def test_caps_are_counted(self) -> None:
         problem = PROBLEMS[0]
         x, y = problem.at()
-        capped = solve(problem.build(), x, y, make_ivsp(problem, L_init=1e-3, L_max=1e-3, L_min=1e-4), 20)
+        capped = solve(
+            problem.build(), x, y, make_ivsp(problem, L_init=1e-3, L_max=1e-3, L_min=1e-4), 20
+        )
         at_cap = [info for info in capped.history if isinstance(info, IVSPInfo) and info.L >= 1e-3]
         assert capped.tally.capped == len(at_cap) > 0
 
@@ -314,7 +418,9 @@ class TestTally:
 
     def test_other_methods_have_no_penalty(self) -> None:
         problem = PROBLEMS[0]
-        solution = solve(problem.build(), *problem.at(), partial(BOME, T=2), 10, envelope=problem.envelope)
+        solution = solve(
+            problem.build(), *problem.at(), partial(BOME, T=2), 10, envelope=problem.envelope
+        )
         assert not solution.tally.penalised
         assert solution.tally.inner_iterations == 20
         assert "penalty" not in solution.reading
@@ -332,7 +438,9 @@ def test_solution_reads_itself() -> None:
 
 
 class TestReport:
-    def test_json_beside_the_checkpoints(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_beside_the_checkpoints(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         report, module = CertificateReport(), Weighting()
         keep = ModelCheckpoint(tmp_path / "kept")
         run = trainer(tmp_path, max_epochs=2, callbacks=[report, keep], enable_checkpointing=True)
@@ -350,16 +458,29 @@ class TestReport:
 
     def test_json_beside_the_logs(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path)
-        run = trainer(tmp_path, max_steps=10, callbacks=[CertificateReport()], logger=logger, log_every_n_steps=10)
+        run = trainer(
+            tmp_path,
+            max_steps=10,
+            callbacks=[CertificateReport()],
+            logger=logger,
+            log_every_n_steps=10,
+        )
         run.fit(Weighting(), datamodule=weighting_data())
         assert (Path(logger.log_dir) / "certificate.json").exists()
 
     def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:
-        trainer(tmp_path, fast_dev_run=3, callbacks=[CertificateReport()]).fit(Weighting(), datamodule=weighting_data())
+        trainer(tmp_path, fast_dev_run=3, callbacks=[CertificateReport()]).fit(
+            Weighting(), datamodule=weighting_data()
+        )
         assert list(tmp_path.iterdir()) == []
 
-    def test_advice_is_printed_and_everything_is_published(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        module, report = Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6)), CertificateReport()
+    def test_advice_is_printed_and_everything_is_published(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        module, report = (
+            Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6)),
+            CertificateReport(),
+        )
         run = trainer(tmp_path, max_steps=30, callbacks=[report])
         run.fit(module, datamodule=weighting_data())
         assert report.certificate is not None
@@ -369,14 +490,21 @@ class TestReport:
         for line in lines:
             assert f"Advice: {line}" in printed
         expected = asdict(report.certificate)
-        metrics = {name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()}
+        metrics = {
+            name.removeprefix("bilevel/"): float(value)
+            for name, value in run.callback_metrics.items()
+        }
         assert metrics["kkt_residual"] == pytest.approx(report.certificate.kkt)
         assert metrics["violation"] == pytest.approx(expected["feasibility"])
         assert metrics["prox_distance"] == pytest.approx(expected["prox_distance"])
         assert metrics["kkt_multiplier"] == pytest.approx(expected["multiplier"])
 
-    def test_without_an_envelope_the_counts_are_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        trainer(tmp_path, max_steps=3, callbacks=[CertificateReport()]).fit(Weighting(solver=BOME), datamodule=weighting_data())
+    def test_without_an_envelope_the_counts_are_printed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trainer(tmp_path, max_steps=3, callbacks=[CertificateReport()]).fit(
+            Weighting(solver=BOME), datamodule=weighting_data()
+        )
         printed = capsys.readouterr().out
         assert "outer iterations   3\n" in printed
         assert "KKT" not in printed

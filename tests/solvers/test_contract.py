@@ -15,14 +15,26 @@ from tables import SOLVERS, Solver, every_problem, every_solver, solved
 from torch import Tensor
 
 import lightning_bilevel
-from lightning_bilevel import BilevelOptimizer, BilevelProblem, Envelope, IVSPInfo, StepInfo, certify
+from lightning_bilevel import (
+    BilevelOptimizer,
+    BilevelProblem,
+    Envelope,
+    IVSPInfo,
+    StepInfo,
+    certify,
+)
 
 by_name = {problem.name: problem for problem in PROBLEMS}
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 
 
 def begun(
-    solver: Solver, problem: Problem, dtype: torch.dtype = torch.float64, units: tuple[float, float] = (1.0, 1.0)
+    solver: Solver,
+    problem: Problem,
+    dtype: torch.dtype = torch.float64,
+    units: tuple[float, float] = (1.0, 1.0),
 ) -> BilevelOptimizer:
     return solver.make(problem)(groups(*problem.at(dtype=dtype), units))
 
@@ -74,7 +86,11 @@ def counted(problem: Problem, count: dict[str, int], shift: float = 0.0) -> Bile
 def test_the_table_has_every_solver() -> None:
     """And IVSP twice."""
     public = [value for value in vars(lightning_bilevel).values() if isinstance(value, type)]
-    kinds = {kind for kind in public if issubclass(kind, BilevelOptimizer) and kind is not BilevelOptimizer}
+    kinds = {
+        kind
+        for kind in public
+        if issubclass(kind, BilevelOptimizer) and kind is not BilevelOptimizer
+    }
     assert {solver.kind for solver in SOLVERS.values()} == kinds
     assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
 
@@ -90,7 +106,9 @@ class TestContract:
         assert certify(built, *point_of(optimizer), problem.envelope).kkt < 0.7 * first
         assert [info.iteration for info in history] == list(range(1, 61))
         assert optimizer.memory["iteration"] == 60
-        assert optimizer.memory["inner_iterations"] == sum(info.inner_iterations for info in history)
+        assert optimizer.memory["inner_iterations"] == sum(
+            info.inner_iterations for info in history
+        )
         assert optimizer.memory["passes"] == sum(info.calls.passes for info in history)
         times = [info.optimization_time for info in history]
         assert times == sorted(times)
@@ -105,7 +123,10 @@ class TestContract:
             optimizer.step(problem=built)
             x, y = point_of(optimizer)
             inner = [] if solver.kept is None else [optimizer.memory[solver.kept]]
-            for convex_set, v in ((built.upper_set, x), *((built.lower_set, v) for v in (y, *inner))):
+            for convex_set, v in (
+                (built.upper_set, x),
+                *((built.lower_set, v) for v in (y, *inner)),
+            ):
                 assert v.dtype == dtype
                 assert (convex_set.project(v) - v).norm() <= rounding * (1 + v.norm())
 
@@ -118,7 +139,10 @@ class TestContract:
             info = optimizer.step(problem=built)
             assert info.calls == built.calls - before
             # Values without a gradient are no passes.
-            assert count == {"f": info.calls.upper, "g": info.calls.lower + 2 * info.calls.gap + solver.values}, k
+            assert count == {
+                "f": info.calls.upper,
+                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+            }, k
             assert info.calls.passes == (solver.passes or info.calls.passes)
 
     def test_so_are_those_on_changing_batches(self, solver: Solver, problem: Problem) -> None:
@@ -127,7 +151,10 @@ class TestContract:
         for k in range(6):
             count.update(f=0, g=0)
             info = optimizer.step(problem=counted(problem, count, shift=1e-3 * k))
-            assert count == {"f": info.calls.upper, "g": info.calls.lower + 2 * info.calls.gap + solver.values}, k
+            assert count == {
+                "f": info.calls.upper,
+                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+            }, k
 
     def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
         """Which are plain, and the inner variable is there where the method has one."""
@@ -138,9 +165,16 @@ class TestContract:
             state = optimizer.state_dict()
             assert list(state["state"]) == [0]
             kinds.append({name: type(value) for name, value in state["state"][0].items()})
-            constants.append({name: type(value) for name, value in state["param_groups"][0].items()})
-            assert all(type(leaf) in (int, float, bool, str, type(None)) for leaf in leaves(state["param_groups"]))
-            tensors = {name for name, value in state["state"][0].items() if isinstance(value, Tensor)}
+            constants.append(
+                {name: type(value) for name, value in state["param_groups"][0].items()}
+            )
+            assert all(
+                type(leaf) in (int, float, bool, str, type(None))
+                for leaf in leaves(state["param_groups"])
+            )
+            tensors = {
+                name for name, value in state["state"][0].items() if isinstance(value, Tensor)
+            }
             assert tensors == ({solver.kept} if solver.kept else set())
             assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
         assert kinds[0] == kinds[1] == kinds[2]
@@ -148,21 +182,29 @@ class TestContract:
         assert set(kinds[0].values()) <= {Tensor, int, float, bool}
 
     @both_dtypes
-    def test_resumes_bitwise_at_every_step(self, solver: Solver, problem: Problem, dtype: torch.dtype) -> None:
+    def test_resumes_bitwise_at_every_step(
+        self, solver: Solver, problem: Problem, dtype: torch.dtype
+    ) -> None:
         check_resume(solver, problem, dtype, range(6))
 
     def test_copies_run_on(self, solver: Solver, problem: Problem) -> None:
         """Each for itself."""
         optimizer, built = begun(solver, problem), problem.build()
         advance(optimizer, built, 3)
-        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        for copied in (
+            copy.deepcopy(optimizer),
+            pickle.loads(pickle.dumps(optimizer)),
+            copy.deepcopy(optimizer),
+        ):
             straight = copy.deepcopy(optimizer)
             assert facts(advance(copied, built, 3)) == facts(advance(straight, built, 3))
             assert same_point(copied, straight)
         expected = facts(advance(copy.deepcopy(optimizer), built, 3))
         got = facts(advance(optimizer, built, 3))
         # The original knows what it has evaluated; a copy looks once more.
-        assert [{**info, "calls": None} for info in got] == [{**info, "calls": None} for info in expected]
+        assert [{**info, "calls": None} for info in got] == [
+            {**info, "calls": None} for info in expected
+        ]
 
 
 def check_resume(
@@ -182,30 +224,43 @@ def check_resume(
     states.append((through_a_file(straight), point_of(straight)))
     for stop in stops:
         state, point = states[stop]
-        resumed = solver.kind(groups(*point))  # with other constants and units, which the load replaces
+        resumed = solver.kind(
+            groups(*point)
+        )  # with other constants and units, which the load replaces
         resumed.load_state_dict(state)
         got = advance(resumed, problem.build(), more)
         assert facts(got) == facts(history[stop : stop + more]), stop
         expected = states[stop + more]
-        assert all(torch.equal(a, b) for a, b in zip(point_of(resumed), expected[1], strict=True)), stop
+        assert all(
+            torch.equal(a, b) for a, b in zip(point_of(resumed), expected[1], strict=True)
+        ), stop
         for name, value in expected[0]["state"][0].items():
             if name != "optimization_time":
                 now = resumed.memory[name]
-                assert torch.equal(now, value) if isinstance(value, Tensor) else now == value, (stop, name)
+                assert torch.equal(now, value) if isinstance(value, Tensor) else now == value, (
+                    stop,
+                    name,
+                )
         if stop:
             assert got[0].optimization_time > history[stop - 1].optimization_time
 
 
-@pytest.mark.parametrize(("units", "dtype"), [((2.0, 0.5), torch.float32), ((0.3, 0.07), torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("units", "dtype"), [((2.0, 0.5), torch.float32), ((0.3, 0.07), torch.float64)], ids=str
+)
 @pytest.mark.parametrize("name", ["active_box", "ball", "simplex"])
 @every_solver
-def test_resumes_bitwise_in_units_too(solver: Solver, name: str, units: tuple[float, float], dtype: torch.dtype) -> None:
+def test_resumes_bitwise_in_units_too(
+    solver: Solver, name: str, units: tuple[float, float], dtype: torch.dtype
+) -> None:
     problem = by_name[name]
     check_resume(solver, problem, dtype, range(3, 5), units)
 
 
 @every_problem
-@pytest.mark.parametrize("solver", [solver for solver in SOLVERS.values() if solver.is_ivsp], ids=str)
+@pytest.mark.parametrize(
+    "solver", [solver for solver in SOLVERS.values() if solver.is_ivsp], ids=str
+)
 def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
     """Of the relaxed problem, up to what the smoothing of its penalty still allows: half of mu beyond the constraint."""
     solution = solved(solver, problem)
@@ -215,7 +270,10 @@ def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
     assert certificate.stationarity < 1e-3
     assert certificate.multiplier == 0 or abs(certificate.residual) <= last.mu / 2 + last.zeta
     assert certificate.own_multiplier
-    relaxed = replace(problem, envelope=Envelope(rho=certificate.rho, sigma=certificate.sigma, delta=certificate.delta))
+    relaxed = replace(
+        problem,
+        envelope=Envelope(rho=certificate.rho, sigma=certificate.sigma, delta=certificate.delta),
+    )
     by_other_means = exact_residuals(relaxed, solution.x, solution.y, certificate.multiplier)
     got = (certificate.stationarity, certificate.feasibility, certificate.complementarity)
     assert got == pytest.approx(by_other_means, rel=1e-3, abs=1e-6)
@@ -236,9 +294,15 @@ def test_a_constant_called_lr_stays_what_it_is() -> None:
         def __init__(self, params: Any, report: float | None) -> None:
             super().__init__(params, {"lr": 0.5, "report": report})
 
-        def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, StepInfo]:
+        def advance(
+            self, problem: BilevelProblem, x: Tensor, y: Tensor
+        ) -> tuple[Tensor, Tensor, StepInfo]:
             f = problem.upper(x, y)
-            return x, y, StepInfo(upper=f.value, lower=0.0, inner_iterations=0, lr=self.constants["report"])
+            return (
+                x,
+                y,
+                StepInfo(upper=f.value, lower=0.0, inner_iterations=0, lr=self.constants["report"]),
+            )
 
     problem = by_name["quadratic"]
     for report, shown in ((None, 0.5), (0.1, 0.1)):

@@ -13,7 +13,16 @@ from helpers import PROBLEMS, groups, make_ivsp, point_of
 from tables import SOLVERS, Solver, every_solver
 from torch import Tensor
 
-from lightning_bilevel import IVSP, BilevelError, BilevelProblem, Envelope, InnerLoopError, NonFiniteError, certify, solve
+from lightning_bilevel import (
+    IVSP,
+    BilevelError,
+    BilevelProblem,
+    Envelope,
+    InnerLoopError,
+    NonFiniteError,
+    certify,
+    solve,
+)
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 LEVELS = {"f": "The upper-level function f", "g": "The lower-level function g"}
@@ -44,16 +53,22 @@ def faulty(name: str, where: str, fault: str, when: Callable[[], bool]) -> Bilev
     problem = by_name[name]
 
     def wrap(level: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, y: FAULTS[fault](function(x, y)) if level == where and when() else function(x, y)
+        return lambda x, y: (
+            FAULTS[fault](function(x, y)) if level == where and when() else function(x, y)
+        )
 
-    return BilevelProblem(wrap("f", problem.f), wrap("g", problem.g), problem.upper_set, problem.lower_set)
+    return BilevelProblem(
+        wrap("f", problem.f), wrap("g", problem.g), problem.upper_set, problem.lower_set
+    )
 
 
 class TestFromAnIterationOn:
     @pytest.mark.parametrize("fault", list(FAULTS))
     @pytest.mark.parametrize("where", ["f", "g"])
     @every_solver
-    def test_the_run_stops_at_the_last_good_point(self, solver: Solver, where: str, fault: str) -> None:
+    def test_the_run_stops_at_the_last_good_point(
+        self, solver: Solver, where: str, fault: str
+    ) -> None:
         good, bad = (solver.make(by_name["ball"])(groups(*by_name["ball"].at())) for _ in range(2))
         healthy = by_name["ball"].build()
         broken = faulty("ball", where, fault, lambda: bad.memory["iteration"] >= 3)
@@ -69,8 +84,12 @@ class TestFromAnIterationOn:
         assert "at a point with norm" in told
         for mine, theirs in zip(point_of(bad), point_of(good), strict=True):
             assert torch.equal(mine, theirs)
-        assert {k: v for k, v in bad.memory.items() if k in ("iteration", "passes", "L_start", "lambda")} == {
-            k: v for k, v in good.memory.items() if k in ("iteration", "passes", "L_start", "lambda")
+        assert {
+            k: v for k, v in bad.memory.items() if k in ("iteration", "passes", "L_start", "lambda")
+        } == {
+            k: v
+            for k, v in good.memory.items()
+            if k in ("iteration", "passes", "L_start", "lambda")
         }
         # Nothing of the failed iteration has stayed: on a healthy problem the run goes on as if it had not been.
         other = by_name["ball"].build()
@@ -80,7 +99,9 @@ class TestFromAnIterationOn:
             assert torch.equal(mine, theirs)
 
 
-def attempt(optimizer: Any, problem: BilevelProblem, steps: int) -> tuple[list[Any], BilevelError | None]:
+def attempt(
+    optimizer: Any, problem: BilevelProblem, steps: int
+) -> tuple[list[Any], BilevelError | None]:
     """The records of the steps that were made, and what stopped them."""
     history: list[Any] = []
     try:
@@ -90,7 +111,9 @@ def attempt(optimizer: Any, problem: BilevelProblem, steps: int) -> tuple[list[A
     return history, None
 
 
-@pytest.mark.filterwarnings("ignore:The inner loop diverged")  # it takes a point where g is not defined for too long a step
+@pytest.mark.filterwarnings(
+    "ignore:The inner loop diverged"
+)  # it takes a point where g is not defined for too long a step
 @pytest.mark.parametrize("where", ["f", "g"])
 def test_a_single_fault_of_ivsp_is_recovered_from_or_named(where: str) -> None:
     """At each evaluation of two outer iterations in turn, trial points and the inner loop included."""
@@ -107,7 +130,9 @@ def test_a_single_fault_of_ivsp_is_recovered_from_or_named(where: str) -> None:
         history, error = attempt(optimizer, problem, 6)
         outcomes.append("named" if error else "recovered" if calls[0] > moment else "not met")
         assert error is None or f"{LEVELS[where]} returned a" in str(error)
-        assert all(math.isfinite(v) for info in history for v in (info.upper, info.lower, info.residual))
+        assert all(
+            math.isfinite(v) for info in history for v in (info.upper, info.lower, info.residual)
+        )
         assert all(bool(vector.isfinite().all()) for vector in point_of(optimizer))
     assert outcomes[0] == "named"  # at the start there is nothing to go back to
     assert outcomes.count("recovered") >= 5
@@ -117,10 +142,14 @@ def test_where_no_step_can_be_evaluated_the_run_does_not_stand_still() -> None:
     """f is defined at the current point only: shorter and shorter steps end in a step of length 0."""
     problem, start = by_name["ball"], by_name["ball"].at()
     walled = BilevelProblem(
-        lambda x, y: problem.f(x, y) if torch.equal(x, start[0]) else problem.f(x, y) * float("nan"), problem.g
+        lambda x, y: (
+            problem.f(x, y) if torch.equal(x, start[0]) else problem.f(x, y) * float("nan")
+        ),
+        problem.g,
     )
     with pytest.raises(
-        NonFiniteError, match=r"iteration 1: in each of \d+ trials of the line search, in the last: The upper-level"
+        NonFiniteError,
+        match=r"iteration 1: in each of \d+ trials of the line search, in the last: The upper-level",
     ):
         make_ivsp(problem)(groups(*start)).step(problem=walled)
 
@@ -137,9 +166,19 @@ def test_an_objective_that_changes_on_the_way_is_told(where: str) -> None:
 
         return drifting
 
-    changing = BilevelProblem(drift("f", problem.f), drift("g", problem.g), problem.upper_set, problem.lower_set)
-    with pytest.raises(BilevelError, match=f"{LEVELS[where]} was .* and then .* at the same point: .* deterministic"):
-        solve(changing, *problem.at(), make_ivsp(problem, gamma0=10.0 if where == "f" else 0.1), max_steps=200)
+    changing = BilevelProblem(
+        drift("f", problem.f), drift("g", problem.g), problem.upper_set, problem.lower_set
+    )
+    with pytest.raises(
+        BilevelError,
+        match=f"{LEVELS[where]} was .* and then .* at the same point: .* deterministic",
+    ):
+        solve(
+            changing,
+            *problem.at(),
+            make_ivsp(problem, gamma0=10.0 if where == "f" else 0.1),
+            max_steps=200,
+        )
 
 
 @pytest.mark.parametrize("after", [60, 300])
@@ -149,7 +188,9 @@ def test_randomness_that_begins_later_is_told_soon(after: int) -> None:
 
     def g(x: Tensor, y: Tensor) -> Tensor:
         calls[0] += 1
-        noise = 0.1 * torch.rand((), generator=generator, dtype=y.dtype) if calls[0] > after else 0.0
+        noise = (
+            0.1 * torch.rand((), generator=generator, dtype=y.dtype) if calls[0] > after else 0.0
+        )
         return ((y - x) ** 2).sum() / 2 * (1 + noise)
 
     problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), g)
@@ -161,20 +202,27 @@ def test_randomness_that_begins_later_is_told_soon(after: int) -> None:
 
 def test_an_inner_loop_that_fails_on_a_kink_names_it() -> None:
     problem = BilevelProblem(
-        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: torch.relu(y - x).sum() + 0.1 * (y**2).sum()
+        lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+        lambda x, y: torch.relu(y - x).sum() + 0.1 * (y**2).sum(),
     )
     start = torch.tensor([0.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
-    with pytest.raises(InnerLoopError, match=r"stopped in outer iteration 1: the inner loop .* kink near its minimiser \(ReLU"):
+    with pytest.raises(
+        InnerLoopError,
+        match=r"stopped in outer iteration 1: the inner loop .* kink near its minimiser \(ReLU",
+    ):
         solve(problem, *start, max_steps=5)
 
 
 def test_a_step_to_infinity_is_not_taken() -> None:
     """In float32 y overflows although f, g and their gradients do not."""
-    problem = BilevelProblem(lambda x, y: 1e30 * (x.sum() + y.sum()), lambda x, y: 1e-3 * (y - x).sum())
+    problem = BilevelProblem(
+        lambda x, y: 1e30 * (x.sum() + y.sum()), lambda x, y: 1e-3 * (y - x).sum()
+    )
     optimizer = SOLVERS["bome"].make()(groups(torch.zeros(1), torch.zeros(2)))
     optimizer.param_groups[0]["xi"] = 1e20
     with pytest.raises(
-        NonFiniteError, match="stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf"
+        NonFiniteError,
+        match="stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf",
     ):
         optimizer.step(problem=problem)
     assert all(bool(vector.isfinite().all()) for vector in point_of(optimizer))
@@ -185,7 +233,9 @@ SCALES = [1e-8, 1e-4, 1.0, 1e4, 1e8]
 
 def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
     p = by_name[name]
-    return BilevelProblem(lambda x, y: f_scale * p.f(x, y), lambda x, y: g_scale * p.g(x, y), p.upper_set, p.lower_set)
+    return BilevelProblem(
+        lambda x, y: f_scale * p.f(x, y), lambda x, y: g_scale * p.g(x, y), p.upper_set, p.lower_set
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -201,7 +251,9 @@ def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
 )
 def test_any_scale_ends(solver: Solver, f_scale: float, g_scale: float, dtype: torch.dtype) -> None:
     """Either the run makes its steps, at a bounded cost, or it stops with a sentence; it does not stand still without a word."""
-    make = solver.make(by_name["quadratic"], **({"max_inner": 60} if solver.name == "paper" else {}))
+    make = solver.make(
+        by_name["quadratic"], **({"max_inner": 60} if solver.name == "paper" else {})
+    )
     optimizer = make(groups(*by_name["quadratic"].at(dtype=dtype)))
     problem = scaled("quadratic", f_scale, g_scale)
     with warnings.catch_warnings(record=True) as told:
@@ -213,7 +265,9 @@ def test_any_scale_ends(solver: Solver, f_scale: float, g_scale: float, dtype: t
     still = [info for info in history if info.step == 0.0]
     if solver.name == "paper" and len(still) > 5 and not (told or error):
         x, y = point_of(optimizer)
-        assert certify(problem, x, y, optimizer.envelope, tolerance=1e-3 * g_scale).stationarity <= 1e-3 * (f_scale + g_scale)
+        assert certify(
+            problem, x, y, optimizer.envelope, tolerance=1e-3 * g_scale
+        ).stationarity <= 1e-3 * (f_scale + g_scale)
 
 
 class TestEdges:
@@ -240,8 +294,12 @@ class TestEdges:
     @pytest.mark.parametrize("mu0", [1e-2, 1e-8, 1e-30, 1e-200, 1e-310, 5e-324])
     @pytest.mark.parametrize("iteration", [0, 10**6, 10**12, 10**18])
     @pytest.mark.parametrize("smoothing", ["huber", "softplus"])
-    def test_mu_after_very_many_iterations(self, iteration: int, mu0: float, smoothing: Any) -> None:
-        optimizer = make_ivsp(self.problem, mu0=mu0, smoothing=smoothing, max_inner=2000)(groups(*self.problem.at()))
+    def test_mu_after_very_many_iterations(
+        self, iteration: int, mu0: float, smoothing: Any
+    ) -> None:
+        optimizer = make_ivsp(self.problem, mu0=mu0, smoothing=smoothing, max_inner=2000)(
+            groups(*self.problem.at())
+        )
         optimizer.memory["iteration"] = iteration
         self.ends(optimizer, 5)
 

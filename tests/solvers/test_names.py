@@ -36,7 +36,11 @@ def test_no_other_name_is_written_anywhere() -> None:
     written = set()
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"bilevel/\w+", node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"bilevel/\w+", node.value)
+            ):
                 written.add(node.value)
     assert written <= set(TAGS)
 

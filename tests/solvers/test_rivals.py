@@ -40,7 +40,11 @@ def start(
     solver: Callable[..., BilevelOptimizer], x: Tensor, y: Tensor, **arguments: Any
 ) -> tuple[BilevelOptimizer, Tensor, Tensor]:
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-    return solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], **arguments), x, y
+    return (
+        solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], **arguments),
+        x,
+        y,
+    )
 
 
 # --- Steps by hand -----------------------------------------------------------------------------------------------------
@@ -66,16 +70,40 @@ BY_HAND: dict[str, tuple[Solver, dict[str, Any], float, float]] = {
     # lambda = (2 * 1.25 - 1)/1.25 = 1.2
     "bome": (BOME, {"xi": 0.1, "alpha": 0.5, "eta": 2.0, "T": 1}, 0.26, 0.88),
     # q = 1/2 - 1/8 = 0.375, lambda = (4 * 0.375 - 1)/1.25 = 0.4
-    "bome-value": (BOME, {"xi": 0.1, "alpha": 0.5, "eta": 4.0, "T": 1, "barrier": "value"}, 0.22, 0.96),
+    "bome-value": (
+        BOME,
+        {"xi": 0.1, "alpha": 0.5, "eta": 4.0, "T": 1, "barrier": "value"},
+        0.22,
+        0.96,
+    ),
     # y+ = 1 - 0.1 (0 + 2 * 1) = 0.8; x: -2 + 2 (-0.8 + 0.5) = -2.6
     "f2sa": (F2SA, {"alpha": 0.1, "gamma": 0.5, "lambda0": 2.0, "T": 1}, 0.26, 0.8),
-    "f2sa-ratio": (F2SA, {"alpha": 0.1, "gamma": 0.5, "xi": 0.5, "lambda0": 2.0, "T": 1}, 0.13, 0.8),
+    "f2sa-ratio": (
+        F2SA,
+        {"alpha": 0.1, "gamma": 0.5, "xi": 0.5, "lambda0": 2.0, "T": 1},
+        0.13,
+        0.8,
+    ),
     # x: -2 + 2 (-1/2) = -3; y: 2 * 1 = 2
-    "slm": (SLM, {"eta": 0.1, "alpha": 0.2, "gamma": 0.5, "tau": 0.5, "T": 1, "delta": 0.0, "lambda0": 2.0}, 0.3, 0.6),
+    "slm": (
+        SLM,
+        {"eta": 0.1, "alpha": 0.2, "gamma": 0.5, "tau": 0.5, "T": 1, "delta": 0.0, "lambda0": 2.0},
+        0.3,
+        0.6,
+    ),
     # z = 1 - 0.2 = 0.8; x: -2 + 2 (-0.2) = -2.4
     "slm-damped": (
         SLM,
-        {"eta": 0.1, "alpha": 0.2, "gamma": 0.5, "tau": 0.5, "T": 1, "delta": 0.0, "lambda0": 2.0, "dual": "damped"},
+        {
+            "eta": 0.1,
+            "alpha": 0.2,
+            "gamma": 0.5,
+            "tau": 0.5,
+            "T": 1,
+            "delta": 0.0,
+            "lambda0": 2.0,
+            "dual": "damped",
+        },
         0.24,
         0.6,
     ),
@@ -84,7 +112,9 @@ BY_HAND: dict[str, tuple[Solver, dict[str, Any], float, float]] = {
 
 def by_hand(name: str) -> tuple[BilevelOptimizer, Tensor, Tensor, StepInfo]:
     solver, arguments, _, _ = BY_HAND[name]
-    problem = BilevelProblem(lambda x, y: ((x - 2) ** 2 + (y - 1) ** 2).sum() / 2, lambda x, y: ((y - x) ** 2).sum() / 2)
+    problem = BilevelProblem(
+        lambda x, y: ((x - 2) ** 2 + (y - 1) ** 2).sum() / 2, lambda x, y: ((y - x) ** 2).sum() / 2
+    )
     optimizer, x, y = start(solver, vector(0.0), vector(1.0), **arguments)
     return optimizer, x, y, optimizer.step(problem=problem)
 
@@ -107,8 +137,12 @@ def test_multiplier_of_slm_by_hand() -> None:
 
 @pytest.mark.parametrize("dual", ["ascent", "damped"])
 def test_multiplier_of_slm_stays_nonnegative(dual: str) -> None:
-    optimizer, _, _ = start(SLM, vector(0.0), vector(0.0), delta=10.0, lambda0=0.01, tau=0.1, gamma=0.1, dual=dual)
-    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+    optimizer, _, _ = start(
+        SLM, vector(0.0), vector(0.0), delta=10.0, lambda0=0.01, tau=0.1, gamma=0.1, dual=dual
+    )
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
+    )
     for _ in range(3):
         optimizer.step(problem=problem)
         assert optimizer.memory["lambda"] == 0.0
@@ -135,7 +169,8 @@ def test_record_holds_the_values_where_they_were_last_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("name", "multiplier"), [("vpbgd", 2.0), ("bome", 1.2), ("bome-slack", 0.0), ("f2sa", 2.0), ("slm", 2.0)]
+    ("name", "multiplier"),
+    [("vpbgd", 2.0), ("bome", 1.2), ("bome-slack", 0.0), ("f2sa", 2.0), ("slm", 2.0)],
 )
 def test_multiplier_is_logged_and_left_out_of_the_certificate(name: str, multiplier: float) -> None:
     optimizer, _, _, info = by_hand(name)
@@ -183,7 +218,9 @@ class Quadratic:
     def py(self, v: Array) -> Array:
         return np.clip(v, *self.y_bounds)
 
-    def torch(self, has_x: bool = True, encoded: bool = False, count: dict[str, int] | None = None) -> BilevelProblem:
+    def torch(
+        self, has_x: bool = True, encoded: bool = False, count: dict[str, int] | None = None
+    ) -> BilevelProblem:
         tA, tB, tM, ta, tb = (torch.from_numpy(v) for v in (A, B, M, a, b))
         count = {} if count is None else count
 
@@ -200,7 +237,9 @@ class Quadratic:
             Bx, own = part if encoded else (tB.to(y) @ part, 3 * (part @ part) / 2)
             return y @ tA.to(y) @ y / 2 - y @ Bx + own
 
-        return BilevelProblem(f, g, Box(*self.x_bounds), Box(*self.y_bounds), features=encode if encoded else None)
+        return BilevelProblem(
+            f, g, Box(*self.x_bounds), Box(*self.y_bounds), features=encode if encoded else None
+        )
 
 
 Iterates = list[tuple[Array, Array, Array]]
@@ -212,7 +251,17 @@ def power(pair: Pair, k: int) -> float:
 
 
 def numpy_meha(
-    p: Quadratic, x: Array, y: Array, steps: int, *, alpha: Pair, beta: Pair, eta: Pair, gamma: float, c: Pair, normal: str = ""
+    p: Quadratic,
+    x: Array,
+    y: Array,
+    steps: int,
+    *,
+    alpha: Pair,
+    beta: Pair,
+    eta: Pair,
+    gamma: float,
+    c: Pair,
+    normal: str = "",
 ) -> Iterates:
     theta, out = y, []
     for k in range(steps):
@@ -232,7 +281,9 @@ def numpy_meha(
     return out
 
 
-def numpy_pngbio(p: Quadratic, x: Array, y: Array, steps: int, *, norms: str = "separate", **settings: Any) -> Iterates:
+def numpy_pngbio(
+    p: Quadratic, x: Array, y: Array, steps: int, *, norms: str = "separate", **settings: Any
+) -> Iterates:
     return numpy_meha(p, x, y, steps, normal=norms, **settings)
 
 
@@ -261,7 +312,9 @@ def numpy_slm(
         dy = p.fy(x, y) + weight * p.gy(x, y)
         x, y = p.px(x - eta * dx), p.py(y - alpha * dy)
         slack = p.g(x, y) - p.g(x, z) - delta
-        weight = max(0.0, weight + tau * slack if dual == "ascent" else (1 - tau) * weight + gamma * slack)
+        weight = max(
+            0.0, weight + tau * slack if dual == "ascent" else (1 - tau) * weight + gamma * slack
+        )
         out.append((x, y, z))
     return out
 
@@ -292,7 +345,16 @@ def numpy_f2sa(
 
 
 def numpy_vpbgd(
-    p: Quadratic, x: Array, y: Array, steps: int, *, alpha: float, beta: float, gamma: Pair, T: int, restart: bool = True
+    p: Quadratic,
+    x: Array,
+    y: Array,
+    steps: int,
+    *,
+    alpha: float,
+    beta: float,
+    gamma: Pair,
+    T: int,
+    restart: bool = True,
 ) -> Iterates:
     w, out = y, []
     for k in range(steps):
@@ -307,7 +369,16 @@ def numpy_vpbgd(
 
 
 def numpy_bome(
-    p: Quadratic, x: Array, y: Array, steps: int, *, xi: float, alpha: float, eta: float, T: int, barrier: str = "gradient"
+    p: Quadratic,
+    x: Array,
+    y: Array,
+    steps: int,
+    *,
+    xi: float,
+    alpha: float,
+    eta: float,
+    T: int,
+    barrier: str = "gradient",
 ) -> Iterates:
     out = []
     for _ in range(steps):
@@ -335,14 +406,34 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {name: Power(*value) if isinstance(value, tuple) else value for name, value in self.settings.items()}
+        return {
+            name: Power(*value) if isinstance(value, tuple) else value
+            for name, value in self.settings.items()
+        }
 
     def start(self, dtype: torch.dtype = torch.float64) -> tuple[BilevelOptimizer, Tensor, Tensor]:
-        return start(self.solver, torch.from_numpy(X0).to(dtype), torch.from_numpy(Y0).to(dtype), **self.arguments)
+        return start(
+            self.solver,
+            torch.from_numpy(X0).to(dtype),
+            torch.from_numpy(Y0).to(dtype),
+            **self.arguments,
+        )
 
 
-_meha = {"alpha": (0.3, -0.4), "beta": (0.5, -0.1), "eta": (0.6, -0.05), "gamma": 0.7, "c": (0.3, 0.2)}
-_pngbio = {"alpha": (0.2, -0.4), "beta": (0.3, -0.3), "eta": (0.6, -0.05), "gamma": 0.7, "c": (0.3, 0.2)}
+_meha = {
+    "alpha": (0.3, -0.4),
+    "beta": (0.5, -0.1),
+    "eta": (0.6, -0.05),
+    "gamma": 0.7,
+    "c": (0.3, 0.2),
+}
+_pngbio = {
+    "alpha": (0.2, -0.4),
+    "beta": (0.3, -0.3),
+    "eta": (0.6, -0.05),
+    "gamma": 0.7,
+    "c": (0.3, 0.2),
+}
 _slm = {"eta": 0.2, "alpha": 0.15, "gamma": 0.4, "tau": 0.3, "T": 3, "delta": 1e-2}
 _f2sa = {"alpha": (0.3, -0.3), "gamma": (0.5, -0.1), "lambda0": 0.4, "T": 2, "xi": 0.7}
 _vpbgd = {"alpha": 0.15, "beta": 0.5, "gamma": (0.3, 0.3), "T": 2}
@@ -352,10 +443,16 @@ CASES = {
     "pngbio": Case(PNGBiO, numpy_pngbio, _pngbio, 6, 4, "theta", skips=True),
     "pngbio-joint": Case(PNGBiO, numpy_pngbio, {**_pngbio, "norms": "joint"}, 4, 3, "theta"),
     "slm": Case(SLM, numpy_slm, _slm, 3 + 3, 3 + 2 + 2),
-    "slm-keep": Case(SLM, numpy_slm, {**_slm, "restart": False, "lambda0": 0.2}, 3 + 3, 3 + 2 + 2, "z"),
-    "slm-damped": Case(SLM, numpy_slm, {**_slm, "dual": "damped", "lambda0": 0.5}, 3 + 3, 3 + 2 + 2),
+    "slm-keep": Case(
+        SLM, numpy_slm, {**_slm, "restart": False, "lambda0": 0.2}, 3 + 3, 3 + 2 + 2, "z"
+    ),
+    "slm-damped": Case(
+        SLM, numpy_slm, {**_slm, "dual": "damped", "lambda0": 0.5}, 3 + 3, 3 + 2 + 2
+    ),
     "f2sa": Case(F2SA, numpy_f2sa, _f2sa, 3 * 2 + 3, 2 * 2 + 2, "z", skips=True),
-    "f2sa-constant": Case(F2SA, numpy_f2sa, {**_f2sa, "multiplier": "constant"}, 3 * 2 + 3, 2 * 2 + 2, "z", skips=True),
+    "f2sa-constant": Case(
+        F2SA, numpy_f2sa, {**_f2sa, "multiplier": "constant"}, 3 * 2 + 3, 2 * 2 + 2, "z", skips=True
+    ),
     "vpbgd": Case(VPBGD, numpy_vpbgd, _vpbgd, 2 + 3, 2 + 2),
     "vpbgd-keep": Case(VPBGD, numpy_vpbgd, {**_vpbgd, "restart": False}, 2 + 3, 2 + 2, "w"),
     "bome": Case(BOME, numpy_bome, _bome, 2 + 3, 2 + 2),
@@ -384,7 +481,15 @@ def test_steps_are_those_of_the_formulas(case: Case, box: str) -> None:
         assert any(touches(point[index], bounds) for point in expected) == (box == "narrow")
 
 
-@pytest.mark.parametrize("pair", [("slm", "slm-keep"), ("slm", "slm-damped"), ("f2sa", "f2sa-constant"), ("vpbgd", "vpbgd-keep")])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("slm", "slm-keep"),
+        ("slm", "slm-damped"),
+        ("f2sa", "f2sa-constant"),
+        ("vpbgd", "vpbgd-keep"),
+    ],
+)
 def test_switches_make_a_difference(pair: tuple[str, str]) -> None:
     quadratic = Quadratic(*BOXES["wide"])
     ends = [CASES[name].numpy(quadratic, X0, Y0, 5, **CASES[name].settings)[-1][0] for name in pair]
@@ -423,14 +528,19 @@ def test_features_are_computed_once_per_x(case: Case) -> None:
         one.step(problem=plain)
         other.step(problem=encoded)
     # Five iterations see five points x, and those that move y or measure the gap at the new x a sixth.
-    assert count["features"] == (6 if case.solver is SLM or (case.skips and case.solver is not F2SA) else 5)
+    assert count["features"] == (
+        6 if case.solver is SLM or (case.skips and case.solver is not F2SA) else 5
+    )
     torch.testing.assert_close(u, x)
     torch.testing.assert_close(v, y)
 
 
 @each_case
 def test_point_or_problem_that_changed_is_evaluated_anew(case: Case) -> None:
-    problem, other = Quadratic(*BOXES["wide"]).torch(encoded=True), Quadratic(*BOXES["narrow"]).torch(encoded=True)
+    problem, other = (
+        Quadratic(*BOXES["wide"]).torch(encoded=True),
+        Quadratic(*BOXES["narrow"]).torch(encoded=True),
+    )
     optimizer, x, y = case.start()
     optimizer.step(problem=problem)
     for next_problem, shift in ((problem, 0.1), (other, 0.0)):
@@ -453,7 +563,9 @@ def from_yaml(name: str) -> SolverCallable:
     config = yaml.safe_load((SYNTHETIC / f"{name}.yaml").read_text())
     parsed = parser.parse_object({"solver": config["model"]["init_args"]["solver"]})
     # jsonargparse renamed `instantiate_classes` in 4.49.
-    instantiate: Callable[[Any], Any] = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    instantiate: Callable[[Any], Any] = (
+        getattr(parser, "instantiate", None) or parser.instantiate_classes
+    )
     solver: SolverCallable = instantiate(parsed).solver
     return solver
 
@@ -472,7 +584,12 @@ def run_synthetic(name: str, iterations: int) -> tuple[float, float, Tensor, Ten
     for _ in range(iterations):
         optimizer.step(problem=problem)
     x, y = x.detach(), y.detach()
-    return abs(x.item() - x_star) / x_star, float((y - y_star).norm()) / (math.sqrt(n) * y_star), x, y
+    return (
+        abs(x.item() - x_star) / x_star,
+        float((y - y_star).norm()) / (math.sqrt(n) * y_star),
+        x,
+        y,
+    )
 
 
 # The errors in x and y that an independent implementation reached with the paper's settings. In the basin of the solution the x
@@ -503,10 +620,26 @@ def test_meha_is_stable_on_the_synthetic_problem() -> None:
 
 KNOWN: dict[str, tuple[Solver, dict[str, Any]]] = {
     "meha": (MEHA, {"alpha": 0.3, "beta": 0.3, "eta": 0.3, "gamma": 1.0, "c": Power(5.0, 0.5)}),
-    "pngbio": (PNGBiO, {"alpha": Power(0.5, -1.0), "beta": Power(0.5, -1.0), "eta": 0.3, "gamma": 1.0, "c": Power(5.0, 0.5)}),
+    "pngbio": (
+        PNGBiO,
+        {
+            "alpha": Power(0.5, -1.0),
+            "beta": Power(0.5, -1.0),
+            "eta": 0.3,
+            "gamma": 1.0,
+            "c": Power(5.0, 0.5),
+        },
+    ),
     "pngbio-joint": (
         PNGBiO,
-        {"alpha": Power(0.5, -1.0), "beta": Power(0.5, -1.0), "eta": 0.3, "gamma": 1.0, "c": Power(5.0, 0.5), "norms": "joint"},
+        {
+            "alpha": Power(0.5, -1.0),
+            "beta": Power(0.5, -1.0),
+            "eta": 0.3,
+            "gamma": 1.0,
+            "c": Power(5.0, 0.5),
+            "norms": "joint",
+        },
     ),
     "slm": (SLM, {"eta": 0.02, "alpha": 0.02, "gamma": 0.5, "tau": 1.0, "T": 10, "lambda0": 20.0}),
     "f2sa": (F2SA, {"alpha": Power(0.1, -1 / 3), "gamma": 0.5, "lambda0": 5.0, "T": 3, "xi": 0.5}),
@@ -521,7 +654,10 @@ def test_known_solution(name: str) -> None:
     # relaxation of SLM one of sqrt(delta/2) = 0.022.
     solver, arguments = KNOWN[name]
     problem = BilevelProblem(
-        lambda x, y: ((x - 1) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2, Box(-2, 2), Box(-2, 2)
+        lambda x, y: ((x - 1) ** 2 + y**2).sum(),
+        lambda x, y: ((y - x) ** 2).sum() / 2,
+        Box(-2, 2),
+        Box(-2, 2),
     )
     optimizer, x, y = start(solver, vector(-1.0), vector(1.5), **arguments)
     for _ in range(400):
@@ -538,26 +674,66 @@ PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": 
 @pytest.mark.parametrize(
     ("solver", "arguments", "message"),
     [
-        (MEHA, {"alpha": 0.0}, r"`MEHA\(alpha=0.0\)` must be positive and finite, a `Power`, or the pair"),
-        (MEHA, {"alpha": [0.0, 0.0]}, r"`MEHA\(alpha=\[0.0, 0.0\]\)` must be positive and finite, a `Power`, or the pair"),
-        (MEHA, {"alpha": [0.1, "a"]}, r"`MEHA\(alpha=\[0.1, 'a'\]\)` must be positive and finite, a `Power`, or the pair"),
-        (MEHA, {"alpha": [0.1]}, r"`MEHA\(alpha=\[0.1\]\)` must be positive and finite, a `Power`, or the pair"),
-        (MEHA, {"alpha": "ab"}, r"`MEHA\(alpha='ab'\)` must be positive and finite, a `Power`, or the pair"),
+        (
+            MEHA,
+            {"alpha": 0.0},
+            r"`MEHA\(alpha=0.0\)` must be positive and finite, a `Power`, or the pair",
+        ),
+        (
+            MEHA,
+            {"alpha": [0.0, 0.0]},
+            r"`MEHA\(alpha=\[0.0, 0.0\]\)` must be positive and finite, a `Power`, or the pair",
+        ),
+        (
+            MEHA,
+            {"alpha": [0.1, "a"]},
+            r"`MEHA\(alpha=\[0.1, 'a'\]\)` must be positive and finite, a `Power`, or the pair",
+        ),
+        (
+            MEHA,
+            {"alpha": [0.1]},
+            r"`MEHA\(alpha=\[0.1\]\)` must be positive and finite, a `Power`, or the pair",
+        ),
+        (
+            MEHA,
+            {"alpha": "ab"},
+            r"`MEHA\(alpha='ab'\)` must be positive and finite, a `Power`, or the pair",
+        ),
         (MEHA, {"gamma": math.inf}, r"`MEHA\(gamma=inf\)` must be positive and finite."),
-        (MEHA, {"c": "large"}, r"`MEHA\(c='large'\)` must be positive and finite, a `Power`, or the pair"),
-        (PNGBiO, {"beta": math.nan}, r"`PNGBiO\(beta=nan\)` must be positive and finite, a `Power`, or the pair"),
+        (
+            MEHA,
+            {"c": "large"},
+            r"`MEHA\(c='large'\)` must be positive and finite, a `Power`, or the pair",
+        ),
+        (
+            PNGBiO,
+            {"beta": math.nan},
+            r"`PNGBiO\(beta=nan\)` must be positive and finite, a `Power`, or the pair",
+        ),
         (PNGBiO, {"norms": "both"}, r"`PNGBiO\(norms='both'\)` must be 'separate' or 'joint'."),
         (SLM, {"tau": -1e-8}, r"`SLM\(tau=-1e-08\)` must be positive and finite."),
         (SLM, {"delta": -1.0}, r"`SLM\(delta=-1.0\)` must be nonnegative and finite."),
         (SLM, {"lambda0": -1.0}, r"`SLM\(lambda0=-1.0\)` must be nonnegative and finite."),
         (SLM, {"T": 0}, r"`SLM\(T=0\)` must be a positive whole number."),
         (SLM, {"dual": "descent"}, r"`SLM\(dual='descent'\)` must be 'ascent' or 'damped'."),
-        (SLM, {"dual": "damped", "tau": 2.0}, r"`SLM\(tau=2.0, dual='damped'\)` must be at most 1: it is the damping"),
+        (
+            SLM,
+            {"dual": "damped", "tau": 2.0},
+            r"`SLM\(tau=2.0, dual='damped'\)` must be at most 1: it is the damping",
+        ),
         (F2SA, {"lambda0": 0.0}, r"`F2SA\(lambda0=0.0\)` must be positive and finite."),
         (F2SA, {"xi": True}, r"`F2SA\(xi=True\)` must be positive and finite."),
         (F2SA, {"T": 1.5}, r"`F2SA\(T=1.5\)` must be a positive whole number."),
-        (F2SA, {"multiplier": "linear"}, r"`F2SA\(multiplier='linear'\)` must be 'growing' or 'constant'."),
-        (VPBGD, {"gamma": -1.0}, r"`VPBGD\(gamma=-1.0\)` must be positive and finite, a `Power`, or the pair"),
+        (
+            F2SA,
+            {"multiplier": "linear"},
+            r"`F2SA\(multiplier='linear'\)` must be 'growing' or 'constant'.",
+        ),
+        (
+            VPBGD,
+            {"gamma": -1.0},
+            r"`VPBGD\(gamma=-1.0\)` must be positive and finite, a `Power`, or the pair",
+        ),
         (VPBGD, {"restart": "no"}, r"`VPBGD\(restart='no'\)` must be True or False."),
         (BOME, {"eta": 0}, r"`BOME\(eta=0\)` must be positive and finite."),
         (BOME, {"barrier": "norm"}, r"`BOME\(barrier='norm'\)` must be 'gradient' or 'value'."),
@@ -570,13 +746,17 @@ def test_bad_argument_is_refused(solver: Solver, arguments: dict[str, Any], mess
 
 @pytest.mark.parametrize("pair", [[0.02, -0.5], (0.02, -0.5)])
 def test_a_schedule_may_be_given_as_it_is_stored(pair: Any) -> None:
-    given, meant = (start(MEHA, vector(0.0), vector(0.0), alpha=alpha)[0] for alpha in (pair, Power(0.02, -0.5)))
+    given, meant = (
+        start(MEHA, vector(0.0), vector(0.0), alpha=alpha)[0] for alpha in (pair, Power(0.02, -0.5))
+    )
     assert given.constants["alpha"] == meant.constants["alpha"] == (0.02, -0.5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_defaults_run(solver: Solver) -> None:
-    problem = BilevelProblem(lambda x, y: ((x - 1) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2)
+    problem = BilevelProblem(
+        lambda x, y: ((x - 1) ** 2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum() / 2
+    )
     optimizer, x, _ = start(solver, vector(0.0), vector(0.0))
     upper = [optimizer.step(problem=problem).upper for _ in range(20)]
     assert upper[-1] < upper[0]
@@ -598,14 +778,18 @@ def test_power_schedule() -> None:
     assert [Power(0.7, -0.5).at(k) for k in (0, 3, 99)] == pytest.approx([0.7, 0.35, 0.07])
     assert Power(3.0).at(10) == 3.0
     assert [value_at((0.2, 0.25), k) for k in (0, 15)] == pytest.approx([0.2, 0.4])
-    assert checked_arguments("S", {"c": 2, "T": 3.0, "d": 0}, schedules=("c",), whole=("T",), nonnegative=("d",)) == {
+    assert checked_arguments(
+        "S", {"c": 2, "T": 3.0, "d": 0}, schedules=("c",), whole=("T",), nonnegative=("d",)
+    ) == {
         "c": (2.0, 0.0),
         "T": 3,
         "d": 0,
     }
 
 
-@pytest.mark.parametrize("arguments", [{"initial": 0.0}, {"initial": -1.0}, {"initial": math.inf}, {"initial": "1"}])
+@pytest.mark.parametrize(
+    "arguments", [{"initial": 0.0}, {"initial": -1.0}, {"initial": math.inf}, {"initial": "1"}]
+)
 def test_power_refuses_its_initial_value(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"`Power\(initial=.*\)` must be positive and finite."):
         Power(**arguments)
@@ -661,7 +845,12 @@ def test_resumed_run_is_bitwise_the_same_with_every_switch_and_an_encoder(case: 
         one, other = straight.step(problem=problem), resumed.step(problem=problem)
         assert torch.equal(u, x)
         assert torch.equal(v, y)
-        assert (one.upper, one.lower, one.step, one.iteration) == (other.upper, other.lower, other.step, other.iteration)
+        assert (one.upper, one.lower, one.step, one.iteration) == (
+            other.upper,
+            other.lower,
+            other.step,
+            other.iteration,
+        )
 
 
 @each_case
@@ -670,7 +859,9 @@ def test_what_has_no_part_in_the_method_is_not_kept(case: Case) -> None:
     optimizer, _, _ = case.start()
     optimizer.step(problem=Quadratic(*BOXES["narrow"]).torch())
     assert ("lambda" in optimizer.memory) == (case.solver is SLM)
-    assert [name for name in ("w", "z", "theta") if name in optimizer.memory] == ([case.kept] if case.kept else [])
+    assert [name for name in ("w", "z", "theta") if name in optimizer.memory] == (
+        [case.kept] if case.kept else []
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kept])
@@ -680,7 +871,9 @@ def test_inner_variable_of_another_problem_is_refused(name: str) -> None:
     optimizer.step(problem=Quadratic(*BOXES["wide"]).torch())
     other, _, _ = start(case.solver, vector(0.0), vector(0.0), **case.arguments)
     other.load_state_dict(saved(optimizer))
-    problem = BilevelProblem(lambda x, y: (x**2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum(), Free(), Free())
+    problem = BilevelProblem(
+        lambda x, y: (x**2 + y**2).sum(), lambda x, y: ((y - x) ** 2).sum(), Free(), Free()
+    )
     rule = f"`{case.solver.__name__}` keeps {case.kept} of 3 coordinates, and the lower level has 1"
     with pytest.raises(ValueError, match=rule):
         other.step(problem=problem)

@@ -34,10 +34,30 @@ STEPS = 300
 def config(folder: Path, solver: str, interval: str) -> list[str]:
     """The arguments of a run in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    last = {"class_path": "LastCheckpoint", "init_args": {"dirpath": str(folder), "interval": interval}}
-    trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": STEPS, "max_epochs": -1, "callbacks": [last]}
-    trainer |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder)}
-    model = {"n": 40, "solver": {"class_path": SOLVERS[solver].kind.__name__, "init_args": SOLVERS[solver].constants}}
+    last = {
+        "class_path": "LastCheckpoint",
+        "init_args": {"dirpath": str(folder), "interval": interval},
+    }
+    trainer = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "max_steps": STEPS,
+        "max_epochs": -1,
+        "callbacks": [last],
+    }
+    trainer |= {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+    }
+    model = {
+        "n": 40,
+        "solver": {
+            "class_path": SOLVERS[solver].kind.__name__,
+            "init_args": SOLVERS[solver].constants,
+        },
+    }
     content = {
         "seed_everything": 0,
         "trainer": trainer,
@@ -149,11 +169,17 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
     """Run once undisturbed and once with kills, every other one while a checkpoint is written; compare the ends."""
     assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
     disturbed, steps, killed, writing = folder / "killed", [], 0, 0
-    arguments = config(disturbed, solver, "1ms")  # it saves about every step, so that half of the steps suffice for all kills
+    arguments = config(
+        disturbed, solver, "1ms"
+    )  # it saves about every step, so that half of the steps suffice for all kills
     while True:
         prepare: Callable[[], None] | None = None
         if killed < kills:
-            prepare = dies_while_writing(dice.randrange(3), dice) if killed % 2 else dies_about(farthest(kills, dice), dice)
+            prepare = (
+                dies_while_writing(dice.randrange(3), dice)
+                if killed % 2
+                else dies_about(farthest(kills, dice), dice)
+            )
         code = outcome(launch(arguments, disturbed, prepare))
         writing += killed % 2 if code == -signal.SIGKILL else 0
         if (disturbed / "last.ckpt").exists():
@@ -163,7 +189,15 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
         killed += 1
     equal = same(state(disturbed), state(folder / "quiet"))
     left = sorted(path.name for path in disturbed.iterdir())
-    return {"solver": solver, "killed": killed, "writing": writing, "code": code, "equal": equal, "steps": steps, "left": left}
+    return {
+        "solver": solver,
+        "killed": killed,
+        "writing": writing,
+        "code": code,
+        "equal": equal,
+        "steps": steps,
+        "left": left,
+    }
 
 
 def farthest(kills: int, dice: random.Random) -> int:
@@ -182,7 +216,12 @@ def told_to_end(folder: Path, number: int) -> dict[str, Any]:
     os.kill(child, number)
     code, step = outcome(child), state(ended_early)["global_step"]
     resumed = outcome(launch(arguments, ended_early))
-    return {"code": code, "step": step, "resumed": resumed, "equal": same(state(ended_early), state(folder / "quiet"))}
+    return {
+        "code": code,
+        "step": step,
+        "resumed": resumed,
+        "equal": same(state(ended_early), state(folder / "quiet")),
+    }
 
 
 def announce(folder: Path) -> None:
@@ -205,7 +244,16 @@ def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[
         content["trainer"].pop("callbacks")
         (folder / "configs" / f"{method}.yaml").write_text(yaml.safe_dump(content))
     (folder / "configs" / "run.yaml").unlink()
-    arguments = ["compare", str(folder / "configs"), "--budget", "600ms", "--evaluations", "6", "--out", str(folder / "out")]
+    arguments = [
+        "compare",
+        str(folder / "configs"),
+        "--budget",
+        "600ms",
+        "--evaluations",
+        "6",
+        "--out",
+        str(folder / "out"),
+    ]
 
     def prepared(dies: Callable[[], None] | None) -> Callable[[], None]:
         def prepare() -> None:
@@ -218,13 +266,26 @@ def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[
     while code:
         dies = None
         if killed < kills:
-            dies = dies_while_writing(dice.randrange(2), dice) if killed % 2 else dies_about(dice.randint(5, 30), dice)
+            dies = (
+                dies_while_writing(dice.randrange(2), dice)
+                if killed % 2
+                else dies_about(dice.randint(5, 30), dice)
+            )
         code = outcome(launch(arguments, folder, prepared(dies)))
         killed += code == -signal.SIGKILL
         if code > 0:
             break
-    results = [json.loads((folder / "out" / m / "result.json").read_text()) for m in methods] if code == 0 else []
-    return {"killed": killed, "code": code, "results": results, "log": (folder / "log.txt").read_text()[-2000:]}
+    results = (
+        [json.loads((folder / "out" / m / "result.json").read_text()) for m in methods]
+        if code == 0
+        else []
+    )
+    return {
+        "killed": killed,
+        "code": code,
+        "results": results,
+        "log": (folder / "log.txt").read_text()[-2000:],
+    }
 
 
 def run(folder: Path, seed: int, kills: int, solvers: list[str]) -> dict[str, Any]:

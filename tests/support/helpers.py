@@ -14,7 +14,17 @@ import reference
 import torch
 from torch import Tensor
 
-from lightning_bilevel import IVSP, Ball, BilevelProblem, Box, ConvexSet, Envelope, Free, Simplex, SolverCallable
+from lightning_bilevel import (
+    IVSP,
+    Ball,
+    BilevelProblem,
+    Box,
+    ConvexSet,
+    Envelope,
+    Free,
+    Simplex,
+    SolverCallable,
+)
 
 Vector = np.ndarray[Any, Any]
 
@@ -57,13 +67,27 @@ class Problem:
 
 
 # What the paper chooses per task, besides rho and sigma: with all of them given, nothing is estimated.
-PLAIN = {"mu0": 1e-2, "block": 1, "gamma0": 1.0, "zeta_bar": 1.0, "L_init": 1.0, "L_xy": 1.0, "L_yy": 1.0}
+PLAIN = {
+    "mu0": 1e-2,
+    "block": 1,
+    "gamma0": 1.0,
+    "zeta_bar": 1.0,
+    "L_init": 1.0,
+    "L_xy": 1.0,
+    "L_yy": 1.0,
+}
 
 
 def paper_constants(problem: Problem) -> dict[str, Any]:
     """All that IVSP may be given for a problem."""
     envelope = problem.envelope
-    return {"rho": envelope.rho, "sigma": envelope.sigma, "delta": envelope.delta, **PLAIN, **problem.ivsp}
+    return {
+        "rho": envelope.rho,
+        "sigma": envelope.sigma,
+        "delta": envelope.delta,
+        **PLAIN,
+        **problem.ivsp,
+    }
 
 
 def make_ivsp(problem: Problem, **more: Any) -> SolverCallable:
@@ -80,11 +104,16 @@ def groups(x: Tensor, y: Tensor, units: tuple[float, float] = (1.0, 1.0)) -> lis
 
 def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
     """The iterate, copied out of the parameters."""
-    x, y = (torch.cat([p.detach().reshape(-1) for p in group["params"]]).clone() for group in optimizer.param_groups)
+    x, y = (
+        torch.cat([p.detach().reshape(-1) for p in group["params"]]).clone()
+        for group in optimizer.param_groups
+    )
     return x, y
 
 
-def exact_residuals(problem: Problem, x: Tensor, y: Tensor, multiplier: float) -> tuple[float, float, float]:
+def exact_residuals(
+    problem: Problem, x: Tensor, y: Tensor, multiplier: float
+) -> tuple[float, float, float]:
     """Stationarity, feasibility and complementarity at a point in float64, by other means than the library's.
 
     The proximal point by many small projected-gradient steps, gradients by autograd on the gap as a whole, and the distance
@@ -100,7 +129,12 @@ def exact_residuals(problem: Problem, x: Tensor, y: Tensor, multiplier: float) -
             break
         z = new
     x, y, t = x.clone().requires_grad_(), y.clone().requires_grad_(), 1e-7
-    gap = problem.g(x, y) - problem.g(x, z) - ((y - z) ** 2).sum() / (2 * rho) - problem.envelope.delta
+    gap = (
+        problem.g(x, y)
+        - problem.g(x, z)
+        - ((y - z) ** 2).sum() / (2 * rho)
+        - problem.envelope.delta
+    )
     gradients = torch.autograd.grad(problem.f(x, y) + multiplier * gap, (x, y))
     steps = []
     for v, d, convex_set in zip((x.detach(), y.detach()), gradients, sets, strict=True):
@@ -113,7 +147,10 @@ def distance(center: Vector, weight: float = 1.0) -> Callable[[Tensor, Tensor], 
     c = torch.tensor(center)
 
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return weight / 2 * ((x - c[: x.numel()].to(x)) ** 2).sum() + weight / 2 * ((y - c[x.numel() :].to(y)) ** 2).sum()
+        return (
+            weight / 2 * ((x - c[: x.numel()].to(x)) ** 2).sum()
+            + weight / 2 * ((y - c[x.numel() :].to(y)) ** 2).sum()
+        )
 
     return f
 
@@ -213,7 +250,11 @@ def manufactured(
     """
     rho = 1.0
     z = project_y((rho * B @ x + y) / (1 + rho))
-    delta = float(((y - B @ x) ** 2).sum() / 2 - ((z - B @ x) ** 2).sum() / 2 - ((z - y) ** 2).sum() / (2 * rho))
+    delta = float(
+        ((y - B @ x) ** 2).sum() / 2
+        - ((z - B @ x) ** 2).sum() / 2
+        - ((z - y) ** 2).sum() / (2 * rho)
+    )
     grad_R = np.concatenate([-B.T @ (y - z), (y - B @ x) - (y - z) / rho])
     center = np.concatenate([x, y]) + (multiplier * grad_R + normal) / weight
     f, envelope = distance(center, weight), Envelope(rho=rho, sigma=0.0, delta=delta)
@@ -278,12 +319,18 @@ def simplex() -> Problem:
         normal=np.array([0.0, 0.4, 0.1, 0.1, 0.1, -0.5]),
         multiplier=2.0,
         start=(np.array([-1.0, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])),
-        ivsp={"mu0": 1e-3, "gamma0": 2.0, "L_xy": 1.6},  # gamma0 > 1/multiplier: the penalty has to grow
+        ivsp={
+            "mu0": 1e-3,
+            "gamma0": 2.0,
+            "L_xy": 1.6,
+        },  # gamma0 > 1/multiplier: the penalty has to grow
         steps=600,
     )
 
 
-def sine_functions(a: float = 2.0, c: float = 2.0) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def sine_functions(
+    a: float = 2.0, c: float = 2.0
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The paper's f = (x - a)^2 + |y - a - c|^2 and g = sum of sin(x + y_i - c)."""
     return (
         lambda x, y: ((x - a) ** 2).sum() + ((y - a - c) ** 2).sum(),
@@ -299,7 +346,10 @@ def sine(n: int = 5) -> Problem:
     gap = delta on the side of 2 a gives t, and f on the line x + y_i - c = t is least at x = ((1 - n) a + n t)/(1 + n).
     """
     envelope, a, c = Envelope(rho=0.5, sigma=1.0, delta=1e-3), 2.0, 2.0
-    C, rho = float(-np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))), envelope.rho
+    C, rho = (
+        float(-np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))),
+        envelope.rho,
+    )
     side = np.sign(2 * a - C)
     low, high = 0.0, 0.5  # of |p - C|
     for _ in range(100):
@@ -326,7 +376,9 @@ def sine(n: int = 5) -> Problem:
 PROBLEMS = [quadratic(), slack(), flat(), active_box(), ball(), simplex(), sine()]
 
 
-def random_functions(constants: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def random_functions(
+    constants: dict[str, Any],
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """f and g of `reference.random_problem` in torch."""
     H, center, A, B, Q = (torch.tensor(constants[name]) for name in ("H", "center", "A", "B", "Q"))
 
@@ -346,4 +398,10 @@ def random_problem(
     """`reference.random_problem` in torch and in NumPy: the problem, its functions, the start (x, y) and the constants."""
     functions, x, y, constants = reference.random_problem(seed, nx, ny, bound)
     box = Box(-bound, bound)
-    return BilevelProblem(*random_functions(constants), box, box), functions, torch.tensor(x), torch.tensor(y), constants
+    return (
+        BilevelProblem(*random_functions(constants), box, box),
+        functions,
+        torch.tensor(x),
+        torch.tensor(y),
+        constants,
+    )

@@ -10,10 +10,39 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import IVSP, BilevelModule, Box, FullBatchDataModule, IVSPMixin, SolverCallable
+from lightning_bilevel import (
+    IVSP,
+    BilevelModule,
+    Box,
+    FullBatchDataModule,
+    IVSPMixin,
+    SolverCallable,
+)
 
-PAPER = partial(IVSP, mu0=9e-3, block=1, gamma0=0.9, zeta_bar=3.0, rho=0.5, sigma=1.0, L_init=1.0, L_xy=1000**0.5, L_yy=1.0)
-MILD = partial(IVSP, mu0=0.1, block=1, gamma0=1.0, zeta_bar=0.1, rho=0.1, sigma=1.0, L_init=1.0, L_xy=1.0, L_yy=5.0)
+PAPER = partial(
+    IVSP,
+    mu0=9e-3,
+    block=1,
+    gamma0=0.9,
+    zeta_bar=3.0,
+    rho=0.5,
+    sigma=1.0,
+    L_init=1.0,
+    L_xy=1000**0.5,
+    L_yy=1.0,
+)
+MILD = partial(
+    IVSP,
+    mu0=0.1,
+    block=1,
+    gamma0=1.0,
+    zeta_bar=0.1,
+    rho=0.1,
+    sigma=1.0,
+    L_init=1.0,
+    L_xy=1.0,
+    L_yy=5.0,
+)
 
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +62,9 @@ class Weighting(BilevelModule):
         self.logits = nn.Parameter(torch.zeros(count))
         self.classifier = nn.Linear(2, 3)
         sets = {"upper_set": Box(-5, 5), "lower_set": Box(-5, 5)}
-        self.declare(upper=self.logits, lower=self.classifier, solver=solver, **{**sets, **declared})
+        self.declare(
+            upper=self.logits, lower=self.classifier, solver=solver, **{**sets, **declared}
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         inputs, labels, _ = batch
@@ -41,7 +72,10 @@ class Weighting(BilevelModule):
 
     def lower_loss(self, batch: Any) -> Tensor:
         inputs, labels, index = batch
-        return (self.logits[index].sigmoid() * cross_entropy(self.classifier(inputs), labels, reduction="none")).mean()
+        return (
+            self.logits[index].sigmoid()
+            * cross_entropy(self.classifier(inputs), labels, reduction="none")
+        ).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.upper_loss(batch), batch_size=len(batch[0]))
@@ -56,7 +90,13 @@ class Encoded(BilevelModule):
         self.encoder = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
         self.head = nn.Linear(4, 3)
         self.encoded = 0
-        self.declare(upper=self.encoder, lower=self.head, upper_set=Box(-9, 9), lower_set=Box(-9, 9), solver=solver)
+        self.declare(
+            upper=self.encoder,
+            lower=self.head,
+            upper_set=Box(-9, 9),
+            lower_set=Box(-9, 9),
+            solver=solver,
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         return cross_entropy(self.head(self.encoder(batch[0])), batch[1])
@@ -77,7 +117,9 @@ class EncodedOnce(Encoded):
 
 
 def weighting_data(epoch_length: int = 10, count: int = 30) -> FullBatchDataModule:
-    return FullBatchDataModule(samples(20, 1), samples(count, 2), validation=samples(20, 3), epoch_length=epoch_length)
+    return FullBatchDataModule(
+        samples(20, 1), samples(count, 2), validation=samples(20, 3), epoch_length=epoch_length
+    )
 
 
 class Cleaner(IVSPMixin, LightningModule):
@@ -87,13 +129,22 @@ class Cleaner(IVSPMixin, LightningModule):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(n_train))
         self.classifier = nn.Linear(2, 3)
-        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-100, 100), lower_set=Box(-100, 100), solver=solver)
+        self.declare(
+            upper=self.logits,
+            lower=self.classifier,
+            upper_set=Box(-100, 100),
+            lower_set=Box(-100, 100),
+            solver=solver,
+        )
 
     def upper_loss(self, batch: Any) -> Tensor:
         return cross_entropy(self.classifier(batch[0]), batch[1])
 
     def lower_loss(self, batch: Any) -> Tensor:
-        return (self.logits.sigmoid() * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")).mean()
+        return (
+            self.logits.sigmoid()
+            * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")
+        ).mean()
 
 
 class CleanerData(FullBatchDataModule):

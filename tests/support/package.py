@@ -21,5 +21,6 @@ def public_names() -> list[str]:
     return sorted(
         name
         for name, value in vars(lightning_bilevel).items()
-        if not name.startswith("_") and not (isinstance(value, ModuleType) and value.__name__.startswith("lightning_bilevel."))
+        if not name.startswith("_")
+        and not (isinstance(value, ModuleType) and value.__name__.startswith("lightning_bilevel."))
     )

@@ -41,14 +41,21 @@ def images(count: int, seed: int) -> torch.utils.data.TensorDataset:
 
 def episodes(count: int, seed: int) -> Episodes:
     generator = torch.Generator().manual_seed(seed)
-    tasks = [(torch.rand(12, 1, 16, 16, generator=generator), torch.arange(3).repeat_interleave(4)) for _ in range(count)]
+    tasks = [
+        (torch.rand(12, 1, 16, 16, generator=generator), torch.arange(3).repeat_interleave(4))
+        for _ in range(count)
+    ]
     return Episodes.from_tasks(tasks, count, shots=2)
 
 
 def cleaning(solver: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(3)
-    module = HyperCleaning(n_train=37, inputs=16, hidden=4, classes=3, upper_unit=10.0, solver=solver)
-    return module, DatasetCleaning(images(37, 1), images(23, 2), images(11, 3), classes=3, corruption=0.3, **options)
+    module = HyperCleaning(
+        n_train=37, inputs=16, hidden=4, classes=3, upper_unit=10.0, solver=solver
+    )
+    return module, DatasetCleaning(
+        images(37, 1), images(23, 2), images(11, 3), classes=3, corruption=0.3, **options
+    )
 
 
 def problem(task: str, solver: Any) -> tuple[Any, Any]:
@@ -61,17 +68,27 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
         return cleaning(solver, epoch_length=5, chunk_size=10)
     if task == "fewshot":
         torch.manual_seed(4)
-        data = TaskEpisodes(*(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))), epoch_length=4)
+        data = TaskEpisodes(
+            *(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))), epoch_length=4
+        )
         envelope = Envelope(rho=0.1, sigma=0.0, delta=1e-3)
-        return FewShot(5, ways=3, channels=3, image_size=16, chunk_images=12, envelope=envelope, solver=solver), data
+        return FewShot(
+            5, ways=3, channels=3, image_size=16, chunk_images=12, envelope=envelope, solver=solver
+        ), data
     if task == "encoded":
-        return EncodedOnce(solver=solver), FullBatchDataModule(samples(21, 1), samples(9, 2), epoch_length=5)
+        return EncodedOnce(solver=solver), FullBatchDataModule(
+            samples(21, 1), samples(9, 2), epoch_length=5
+        )
     if task == "one sample":  # the second process has nothing to do
-        return Weighting(1, solver=solver), FullBatchDataModule(samples(1, 1), samples(1, 2), samples(1, 1), epoch_length=5)
+        return Weighting(1, solver=solver), FullBatchDataModule(
+            samples(1, 1), samples(1, 2), samples(1, 1), epoch_length=5
+        )
     if task == "weights":  # chunks that go whole to one process each
         parts = [samples(7, s) for s in (1, 2, 3)]
         lower = Chunks([tuple(t for t in part) for part in parts], [0.5, 0.2, 0.3])
-        return Weighting(7, solver=solver), FullBatchDataModule(samples(8, 4), lower, samples(8, 4), epoch_length=5)
+        return Weighting(7, solver=solver), FullBatchDataModule(
+            samples(8, 4), lower, samples(8, 4), epoch_length=5
+        )
     raise KeyError(task)
 
 
@@ -80,7 +97,12 @@ def run(case: str, **options: Any) -> tuple[Trainer, Any, dict[str, Any]]:
     task, solver, precision = case.split("/")
     module, data = problem(task, SOLVERS[solver])
     history = Recorder("calls")
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     limits = {"max_epochs": -1, "max_steps": STEPS, "precision": precision, "log_every_n_steps": 4}
     trainer = Trainer(accelerator="cpu", callbacks=[history], **{**quiet, **limits, **options})
     trainer.fit(module, datamodule=data)

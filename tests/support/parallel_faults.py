@@ -41,7 +41,10 @@ class OfAll(Weighting):
     """Takes the weights of all samples, whichever it is given, as README's Cleaner does."""
 
     def lower_loss(self, batch: Any) -> Tensor:
-        return (self.logits.sigmoid() * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")).mean()
+        return (
+            self.logits.sigmoid()
+            * cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")
+        ).mean()
 
 
 class Normalised(Weighting):
@@ -60,16 +63,26 @@ class Drifting(Callback):
 
 
 def data(**changes: Any) -> FullBatchDataModule:
-    return FullBatchDataModule(**{"upper": samples(21, 1), "lower": samples(30, 2), "validation": samples(5, 3), **changes})
+    return FullBatchDataModule(
+        **{"upper": samples(21, 1), "lower": samples(30, 2), "validation": samples(5, 3), **changes}
+    )
 
 
 def loaders() -> CombinedLoader:
     parts = {"upper": samples(21, 1), "lower": samples(30, 2)}
-    return CombinedLoader({level: DataLoader(TensorDataset(*part), batch_size=10) for level, part in parts.items()}, "min_size")
+    return CombinedLoader(
+        {level: DataLoader(TensorDataset(*part), batch_size=10) for level, part in parts.items()},
+        "min_size",
+    )
 
 
 def trainer(**options: Any) -> Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     limits = {"max_epochs": -1, "max_steps": 5, "log_every_n_steps": 2, "limit_val_batches": 0}
     return Trainer(accelerator="cpu", strategy="ddp", devices=2, **{**quiet, **limits, **options})
 
@@ -108,12 +121,16 @@ REFUSED: dict[str, Any] = {
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
     "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
     # The second process would be given the second chunk alone, which can be cut.
-    "lengths of one chunk": lambda: trainer().fit(Weighting(), datamodule=data(upper=[ragged(), samples(30, 4)])),
+    "lengths of one chunk": lambda: trainer().fit(
+        Weighting(), datamodule=data(upper=[ragged(), samples(30, 4)])
+    ),
     "loaders": lambda: trainer().fit(Weighting(), loaders()),
     "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
     "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
     # not refused: the same batches in all processes
-    "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(Weighting(), loaders()),
+    "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(
+        Weighting(), loaders()
+    ),
 }
 
 

@@ -22,7 +22,13 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         known = asdict(pl_module.last_step)
-        self.steps.append({name: value for name, value in known.items() if name not in ("optimization_time", *self.without)})
+        self.steps.append(
+            {
+                name: value
+                for name, value in known.items()
+                if name not in ("optimization_time", *self.without)
+            }
+        )
 
 
 def same(a: Any, b: Any) -> bool:

@@ -14,7 +14,10 @@ Distance = Callable[[Array, Array], float]
 SMOOTHING_CONSTANTS = {"huber": (1 / 8, 1.0), "softplus": (float(np.log(2.0)), 1 / 4)}
 BB_FLOOR = 1e-24  # below it <dw, dv> counts as zero (safeguard of eq. bb-initialization)
 ARMIJO_SLACK = 1e-12  # against stalling by round-off (eq. implemented-robust-armijo)
-MAX_INNER, MAX_TRIALS = 1_000_000, 200  # reached only with wrong constants or a NaN: raise instead of hanging
+MAX_INNER, MAX_TRIALS = (
+    1_000_000,
+    200,
+)  # reached only with wrong constants or a NaN: raise instead of hanging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +111,16 @@ def gap(functions: Functions, x: Array, y: Array, z: Array, rho: float, delta: f
     return functions.g(x, y) - functions.g(x, z) - float((z - y) @ (z - y)) / (2 * rho) - delta
 
 
-def gap_gradient(functions: Functions, x: Array, y: Array, z: Array, rho: float) -> tuple[Array, Array]:
+def gap_gradient(
+    functions: Functions, x: Array, y: Array, z: Array, rho: float
+) -> tuple[Array, Array]:
     """(gx(x, y) - gx(x, z), gy(x, y) - (y - z) / rho) (Algorithm 3, steps 0 and 5)."""
     return functions.gx(x, y) - functions.gx(x, z), functions.gy(x, y) - (y - z) / rho
 
 
-def moreau(functions: Functions, x: Array, y: Array, z: Array, zeta: float, s: Settings) -> tuple[Array, float, int]:
+def moreau(
+    functions: Functions, x: Array, y: Array, z: Array, zeta: float, s: Settings
+) -> tuple[Array, float, int]:
     """Algorithm 2, ME(w, z, zeta): z~, R~ and the number of projected-gradient steps."""
     eta = 1 / (s.L_yy + 1 / s.rho)
     modulus = 1 / s.rho - s.sigma
@@ -123,10 +130,14 @@ def moreau(functions: Functions, x: Array, y: Array, z: Array, zeta: float, s: S
         z = new
         if residual @ residual <= 2 * modulus * zeta:
             return z, gap(functions, x, y, z, s.rho, s.delta), count
-    raise ArithmeticError(f"The Moreau evaluation did not reach zeta = {zeta}: are sigma and L_yy right?")
+    raise ArithmeticError(
+        f"The Moreau evaluation did not reach zeta = {zeta}: are sigma and L_yy right?"
+    )
 
 
-def ivsp(functions: Functions, x0: Array, y0: Array, settings: Settings, steps: int) -> tuple[list[Record], int]:
+def ivsp(
+    functions: Functions, x0: Array, y0: Array, settings: Settings, steps: int
+) -> tuple[list[Record], int]:
     """Algorithm 3 with the paper's implementation details; also returns the inner iterations of its step 0."""
     s, split = settings, x0.size
     a_phi, b_phi = SMOOTHING_CONSTANTS[s.smoothing]
@@ -150,7 +161,9 @@ def ivsp(functions: Functions, x0: Array, y0: Array, settings: Settings, steps: 
             dw, dv = w - w_old, gamma * (grad_f - grad_f_old) + grad_G - grad_G_old
             product = abs(float(dw @ dv))
             L_bb = mu * float(dv @ dv) / product if product > BB_FLOOR else np.inf
-            L_start = L_bb if s.L_min <= L_bb <= s.L_max else min(s.L_max, max(s.L_min, L_start / 2))
+            L_start = (
+                L_bb if s.L_min <= L_bb <= s.L_max else min(s.L_max, max(s.L_min, L_start / 2))
+            )
         w_old, grad_f_old, grad_G_old = w, grad_f, grad_G
 
         inner = 0
@@ -171,13 +184,17 @@ def ivsp(functions: Functions, x0: Array, y0: Array, settings: Settings, steps: 
             if merit <= gamma * f + phi - s.c1 / (2 * mu) * step**2 + tau + ARMIJO_SLACK:
                 break
         else:
-            raise ArithmeticError(f"No trial was accepted in iteration {k}: is f or g finite and smooth?")
+            raise ArithmeticError(
+                f"No trial was accepted in iteration {k}: is f or g finite and smooth?"
+            )
 
         if R_new > 2 * a_phi * mu and step <= s.c2 * mu * gamma:  # eq. inexact-PU
             t += 1
         x, y, z, f, R = x_new, y_new, z_new, f_new, R_new
         multiplier = smoothed_plus(R, mu, s.smoothing)[1] / gamma
-        records.append(Record(x, y, z, f, R, inner, trials, t, L, L_start, mu, gamma, step, multiplier))
+        records.append(
+            Record(x, y, z, f, R, inner, trials, t, L, L_start, mu, gamma, step, multiplier)
+        )
     return records, inner_at_start
 
 
@@ -205,7 +222,9 @@ def prox(functions: Functions, x: Array, y: Array, rho: float, tolerance: float)
             break
         z, gradient = new, new_gradient
     if smallest > tolerance:
-        raise ArithmeticError(f"The proximal point was found to {smallest:.1e} only, not to {tolerance:.1e}.")
+        raise ArithmeticError(
+            f"The proximal point was found to {smallest:.1e} only, not to {tolerance:.1e}."
+        )
     return best
 
 
@@ -267,7 +286,9 @@ def sine_solution(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Array, Array]
     return np.full(1, x), np.full(n, C + c - x)
 
 
-def random_problem(seed: int, nx: int, ny: int, bound: float) -> tuple[Functions, Array, Array, dict[str, Any]]:
+def random_problem(
+    seed: int, nx: int, ny: int, bound: float
+) -> tuple[Functions, Array, Array, dict[str, Any]]:
     """Random problem with a strongly convex f, a nonconvex g and the box [-bound, bound] for x and y.
 
     f = (w - center)' H (w - center) / 2 with w = (x, y), g = sum_i sin(a_i.y + b_i.x) + y'Qy / 2, where H >= I,

@@ -16,8 +16,15 @@ from lightning_bilevel.__main__ import main
 
 def trainer(tmp_path: Any, **kwargs: Any) -> Trainer:
     """A Trainer that is silent and leaves nothing behind, unless it is asked to."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", default_root_dir=tmp_path, **{**quiet, "max_epochs": -1, **kwargs})
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, **{**quiet, "max_epochs": -1, **kwargs}
+    )
 
 
 def fit(tmp_path: Path, *args: str, config: Path = SYNTHETIC / "ivsp.yaml") -> None:

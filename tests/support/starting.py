@@ -14,11 +14,17 @@ from places import ROOT, SUPPORT, SYNTHETIC
 
 def started(*command: Any, **options: Any) -> subprocess.Popen[str]:
     """A process that finds the package and what is in this folder."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]),
+        "OMP_NUM_THREADS": "1",
+    }
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"):
         environment.pop(name, None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, **{**pipes, **options})
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], env=environment, **{**pipes, **options}
+    )
 
 
 def gone(pid: int) -> bool:

@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 from helpers import PROBLEMS, Problem, paper_constants
 
-from lightning_bilevel import BOME, F2SA, IVSP, MEHA, SLM, VPBGD, BilevelOptimizer, PNGBiO, Solution, SolverCallable, solve
+from lightning_bilevel import (
+    BOME,
+    F2SA,
+    IVSP,
+    MEHA,
+    SLM,
+    VPBGD,
+    BilevelOptimizer,
+    PNGBiO,
+    Solution,
+    SolverCallable,
+    solve,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +82,31 @@ SOLVERS = {
     solver.name: solver
     for solver in (
         Solver("paper", IVSP, PAPER, kept="z", given=paper_constants),
-        Solver("own", IVSP, kept="z", given=lambda problem: {"delta": problem.envelope.delta}, steps=200),
+        Solver(
+            "own",
+            IVSP,
+            kept="z",
+            given=lambda problem: {"delta": problem.envelope.delta},
+            steps=200,
+        ),
         Solver("meha", MEHA, LONG, passes=6, kept="theta"),
         Solver("pngbio", PNGBiO, LONG, passes=6, kept="theta"),
-        Solver("slm", SLM, {"eta": 0.01, "alpha": 0.01, "gamma": 0.05, "tau": 0.1, "T": 3, "restart": False}, 3 + 3, 2, "z"),
+        Solver(
+            "slm",
+            SLM,
+            {"eta": 0.01, "alpha": 0.01, "gamma": 0.05, "tau": 0.1, "T": 3, "restart": False},
+            3 + 3,
+            2,
+            "z",
+        ),
         Solver("f2sa", F2SA, {"alpha": 0.01, "gamma": 0.02, "T": 2}, 3 * 2 + 3, kept="z"),
-        Solver("vpbgd", VPBGD, {"alpha": 0.005, "beta": 0.05, "T": 3, "restart": False}, 3 + 3, kept="w"),
+        Solver(
+            "vpbgd",
+            VPBGD,
+            {"alpha": 0.005, "beta": 0.05, "T": 3, "restart": False},
+            3 + 3,
+            kept="w",
+        ),
         Solver("bome", BOME, {"xi": 0.02, "alpha": 0.05, "T": 3}, 3 + 3),
     )
 }
@@ -87,4 +118,6 @@ every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @cache
 def solved(solver: Solver, problem: Problem) -> Solution:
     """The run of a solver on a problem, made once."""
-    return solve(problem.build(), *problem.at(), solver.make(problem), solver.steps or problem.steps)
+    return solve(
+        problem.build(), *problem.at(), solver.make(problem), solver.steps or problem.steps
+    )

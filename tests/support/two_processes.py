@@ -62,8 +62,16 @@ class Normed(Weighting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.classifier = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Sigmoid(), nn.Linear(8, 3))
-        self.declare(upper=self.logits, lower=self.classifier, upper_set=Box(-5, 5), lower_set=Box(-5, 5), solver=MILD)
+        self.classifier = nn.Sequential(
+            nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Sigmoid(), nn.Linear(8, 3)
+        )
+        self.declare(
+            upper=self.logits,
+            lower=self.classifier,
+            upper_set=Box(-5, 5),
+            lower_set=Box(-5, 5),
+            solver=MILD,
+        )
 
 
 class Tested(Weighting):
@@ -77,10 +85,25 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "report": {"callbacks": [CertificateReport()]},
         "csv": {"callbacks": [CertificateReport()], "logger": CSVLogger(folder)},
-        "model checkpoint": {"callbacks": [CertificateReport(), ModelCheckpoint(folder / "model")], **checkpoints},
-        "early stopping": {"callbacks": [KKTMonitor(), EarlyStopping("bilevel/kkt_residual", patience=2), CertificateReport()]},
-        "last checkpoint": {"callbacks": [CertificateReport(), LastCheckpoint(folder / "last", "10ms")], **checkpoints},
-        "plot": {"callbacks": [ConvergencePlot(every_n_minutes=1e-4)], "logger": TensorBoardLogger(folder)},
+        "model checkpoint": {
+            "callbacks": [CertificateReport(), ModelCheckpoint(folder / "model")],
+            **checkpoints,
+        },
+        "early stopping": {
+            "callbacks": [
+                KKTMonitor(),
+                EarlyStopping("bilevel/kkt_residual", patience=2),
+                CertificateReport(),
+            ]
+        },
+        "last checkpoint": {
+            "callbacks": [CertificateReport(), LastCheckpoint(folder / "last", "10ms")],
+            **checkpoints,
+        },
+        "plot": {
+            "callbacks": [ConvergencePlot(every_n_minutes=1e-4)],
+            "logger": TensorBoardLogger(folder),
+        },
         "all": {
             "callbacks": [
                 MoreauGapMonitor(every_n_seconds=0.01),
@@ -104,18 +127,32 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    data = FullBatchDataModule(samples(21, 1), samples(30, 2), samples(20, 3), samples(20, 4), epoch_length=4)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    data = FullBatchDataModule(
+        samples(21, 1), samples(30, 2), samples(20, 3), samples(20, 4), epoch_length=4
+    )
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     for name, options in lists(folder).items():
         limits = {"max_epochs": 3, "log_every_n_steps": 2, "default_root_dir": folder / name}
-        trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, **{**quiet, **limits, **options})
+        trainer = Trainer(
+            accelerator="cpu", strategy="ddp", devices=2, **{**quiet, **limits, **options}
+        )
         module = Tested()
         trainer.fit(module, datamodule=data)
         trainer.test(module, datamodule=data, verbose=False)
         if trainer.is_global_zero:
             print(f"done: {name}", flush=True)
     module = Normed()
-    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, **{**quiet, "max_epochs": 5, "default_root_dir": folder})
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        **{**quiet, "max_epochs": 5, "default_root_dir": folder},
+    )
     trainer.fit(module, datamodule=data)
     everywhere: list[Any] = [None, None]
     torch.distributed.all_gather_object(everywhere, module.state_dict())

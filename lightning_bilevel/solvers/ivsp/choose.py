@@ -49,18 +49,31 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     if c["L_init"] is None:
         c["L_init"] = c["fixed_L"]
     if rules == "paper":
-        return {name: PAPER.get(name) if value is None else value for name, value in c.items()} | {"own_unit": 1.0}
+        return {name: PAPER.get(name) if value is None else value for name, value in c.items()} | {
+            "own_unit": 1.0
+        }
     delta = given["delta"]
     lower, curved = problem.at(x), given["L_yy"] is None
     # A linear g has no curvature, and its inner loop takes any step.
     c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0) if curved else given["L_yy"]
     while True:
         if given["rho"] is None:
-            c["rho"] = (1.0 if given["sigma"] == 0.0 else 0.25) / max(c["L_yy"], given["sigma"] or 0.0)
+            c["rho"] = (1.0 if given["sigma"] == 0.0 else 0.25) / max(
+                c["L_yy"], given["sigma"] or 0.0
+            )
         if given["sigma"] is None:
             c["sigma"] = min(c["L_yy"], 0.5 / c["rho"])
         envelope = Envelope(rho=c["rho"], sigma=c["sigma"], delta=delta)
-        z, halvings = inexact_prox(lower, y, y, delta / 10, envelope, problem.lower_set, L_yy=c["L_yy"], max_inner=c["max_inner"])
+        z, halvings = inexact_prox(
+            lower,
+            y,
+            y,
+            delta / 10,
+            envelope,
+            problem.lower_set,
+            L_yy=c["L_yy"],
+            max_inner=c["max_inner"],
+        )
         # The start may be a point of inflection: what g does on the way to z counts too.
         distance = norm(z - y)
         secant = norm(lower.gradient(z) - lower.gradient(y)) / distance if distance > 0.0 else 0.0
@@ -76,7 +89,10 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
             # The start solves the lower level: f is what will pull y away from there.
             ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
         c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
-    R_x, R_y = max(norm(gap.grad_x), c["L_xy"] * boundary), max(norm(gap.grad_y), c["L_yy"] * boundary)
+    R_x, R_y = (
+        max(norm(gap.grad_x), c["L_xy"] * boundary),
+        max(norm(gap.grad_y), c["L_yy"] * boundary),
+    )
     if c["own_unit"] is None:
         # Half of the way, in powers of two, to where both gradients are equal, and only in favour of x: the line search brakes a
         # level that moves too far, but nothing wakes up one that hardly moves.
@@ -119,5 +135,13 @@ def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
         "L_init": "curvature of the penalty function",
         "L_xy": "how the lower level's gradient in x changes with y",
     }
-    chosen = [(name, f"{c[name]:.4g} ({reason})") for name, reason in reasons.items() if name in c["chosen"]]
-    return [*chosen, ("unit of x", f"{c['own_unit']:g} (from the gradients of the gap in x and y)")] if chosen else []
+    chosen = [
+        (name, f"{c[name]:.4g} ({reason})")
+        for name, reason in reasons.items()
+        if name in c["chosen"]
+    ]
+    return (
+        [*chosen, ("unit of x", f"{c['own_unit']:g} (from the gradients of the gap in x and y)")]
+        if chosen
+        else []
+    )

@@ -15,7 +15,14 @@ __all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "left_
 # What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
 PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
 # What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
-PAPER: dict[str, Any] = {"c1": 1e-4, "c2": 1.0, "L_min": 1e-11, "L_max": 1e11, "B_R": 1e3, "bb": "short"}
+PAPER: dict[str, Any] = {
+    "c1": 1e-4,
+    "c2": 1.0,
+    "L_min": 1e-11,
+    "L_max": 1e11,
+    "B_R": 1e3,
+    "bb": "short",
+}
 # What may be left out.
 CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
 
@@ -107,7 +114,10 @@ def check_constants(c: dict[str, Any]) -> None:
     given = {name: value for name, value in c.items() if value is not None or name not in CHOSEN}
     for name, value in given.items():
         if name not in ("rules", "smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
-            refuse(name, "a finite number" + (", or None for a choice of IVSP's" if name in CHOSEN else ""))
+            refuse(
+                name,
+                "a finite number" + (", or None for a choice of IVSP's" if name in CHOSEN else ""),
+            )
     for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
         if c[name] is not None and not (finite(c[name]) and c[name] > 0):
             refuse(name, f"positive and finite, or None for {otherwise}")
@@ -131,7 +141,10 @@ def check_constants(c: dict[str, Any]) -> None:
     if c["inner"] not in ("gradient", "accelerated"):
         refuse("inner", '"gradient" or "accelerated"')
     if c["rules"] not in ("paper", "own", None):
-        refuse("rules", '"paper", "own", or None for the paper\'s where all constants of a task are given')
+        refuse(
+            "rules",
+            '"paper", "own", or None for the paper\'s where all constants of a task are given',
+        )
     missing = left_out(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(

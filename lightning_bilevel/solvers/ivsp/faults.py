@@ -20,10 +20,14 @@ def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
     """Stop where none of the trials could be evaluated: what stopped the last one says more than that it was rejected."""
     if failures and len(failures) >= trials:
         last = failures[-1]
-        raise type(last)(f"in each of {trials} trials of the line search, in the last: {last}") from last
+        raise type(last)(
+            f"in each of {trials} trials of the line search, in the last: {last}"
+        ) from last
 
 
-def warn_of_stall(iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet) -> bool:
+def warn_of_stall(
+    iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet
+) -> bool:
     """Warn where a step of length zero was accepted although the point is not stationary, and tell whether it is so."""
     measure = norm(feasible.project(w - direction) - w)
     stalled = measure > math.sqrt(torch.finfo(w.dtype).eps) * (1 + norm(w))

@@ -21,7 +21,9 @@ class Trial(Protocol):
 T = TypeVar("T", bound=Trial)
 
 
-def backtrack(trial: Callable[[float], T], curvature: float, max_trials: int) -> tuple[T, float, int]:
+def backtrack(
+    trial: Callable[[float], T], curvature: float, max_trials: int
+) -> tuple[T, float, int]:
     """Double the curvature until the trial is accepted.
 
     Returns:
@@ -32,11 +34,20 @@ def backtrack(trial: Callable[[float], T], curvature: float, max_trials: int) ->
         if result.accepted:
             return result, curvature, count
         curvature *= 2.0
-    raise LineSearchError(f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted none: {result}")
+    raise LineSearchError(
+        f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted none: {result}"
+    )
 
 
 def barzilai_borwein(
-    dw_dv: float, dv_dv: float, mu: float, previous_start: float, L_min: float, L_max: float, *, dw_dw: float | None = None
+    dw_dv: float,
+    dv_dv: float,
+    mu: float,
+    previous_start: float,
+    L_min: float,
+    L_max: float,
+    *,
+    dw_dw: float | None = None,
 ) -> float:
     r"""Return the first curvature of the next line search.
 
@@ -55,7 +66,9 @@ def barzilai_borwein(
     return min(L_max, max(L_min, previous_start / 2))
 
 
-def allowance(step: float, L: float, mu: float, error: float, *, theta_low: float, theta_hat: float) -> float:
+def allowance(
+    step: float, L: float, mu: float, error: float, *, theta_low: float, theta_hat: float
+) -> float:
     r"""Return what the Armijo test concedes to a gradient that is wrong by at most ``error``.
 
     .. math::

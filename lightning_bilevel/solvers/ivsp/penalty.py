@@ -9,7 +9,15 @@ import math
 import sys
 from typing import Literal, Protocol
 
-__all__ = ["Huber", "Smoothing", "SmoothingName", "Softplus", "inverse_penalty", "needs_update", "prox_accuracy"]
+__all__ = [
+    "Huber",
+    "Smoothing",
+    "SmoothingName",
+    "Softplus",
+    "inverse_penalty",
+    "needs_update",
+    "prox_accuracy",
+]
 __all__ += ["smoothing_function", "smoothing_parameter"]
 
 SmoothingName = Literal["huber", "softplus"]
@@ -88,7 +96,9 @@ def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
     return max(float(gamma0 * ((t + 1) ** -0.5 if ratio is None else ratio**t)), sys.float_info.min)
 
 
-def needs_update(residual: float, step: float, *, mu: float, gamma: float, a: float, c2: float) -> bool:
+def needs_update(
+    residual: float, step: float, *, mu: float, gamma: float, a: float, c2: float
+) -> bool:
     r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
 
     .. math:: \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k

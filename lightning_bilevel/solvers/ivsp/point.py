@@ -60,8 +60,15 @@ class Evaluator:
         halvings: How often the step of the inner loop has been halved so far.
     """
 
-    def __init__(self, problem: BilevelProblem, constants: Constants, split: int, halvings: int) -> None:
-        self.problem, self.constants, self.split, self.halvings = problem, constants, split, halvings
+    def __init__(
+        self, problem: BilevelProblem, constants: Constants, split: int, halvings: int
+    ) -> None:
+        self.problem, self.constants, self.split, self.halvings = (
+            problem,
+            constants,
+            split,
+            halvings,
+        )
 
     def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
@@ -76,9 +83,19 @@ class Evaluator:
         z, halvings = self._prox(lower, y, point.z, zeta)
         gap = evaluate_gap(lower, y, z, self.constants.envelope)
         grad_R = torch.cat([gap.grad_x, gap.grad_y])
-        return replace(point, z=z, zeta=zeta, lower=gap.lower, residual=gap.residual, grad_R=grad_R, halvings=halvings)
+        return replace(
+            point,
+            z=z,
+            zeta=zeta,
+            lower=gap.lower,
+            residual=gap.residual,
+            grad_R=grad_R,
+            halvings=halvings,
+        )
 
-    def again(self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float) -> tuple[Point, bool]:
+    def again(
+        self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float
+    ) -> tuple[Point, bool]:
         """Evaluate w where z gave f and the residual before, and tell whether they are still what they were.
 
         If so, the data are the same and z is as accurate as it was: the point is as it was, at the price of one look.
@@ -92,7 +109,9 @@ class Evaluator:
         z, halvings = self._prox(lower, y, z, zeta)
         return self._measure(lower, w, z, zeta, halvings, upper), False
 
-    def _prox(self, lower: LowerLevel, y: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> tuple[Tensor, int]:
+    def _prox(
+        self, lower: LowerLevel, y: Tensor, z: Tensor, zeta: float, max_inner: int | None = None
+    ) -> tuple[Tensor, int]:
         c = self.constants
         return inexact_prox(
             lower,
@@ -107,7 +126,15 @@ class Evaluator:
             accelerated=c.inner == "accelerated",
         )
 
-    def _measure(self, lower: LowerLevel, w: Tensor, z: Tensor, zeta: float, halvings: int, upper: Upper | None = None) -> Point:
+    def _measure(
+        self,
+        lower: LowerLevel,
+        w: Tensor,
+        z: Tensor,
+        zeta: float,
+        halvings: int,
+        upper: Upper | None = None,
+    ) -> Point:
         # The gap first: it needs more memory than f, and so need not hold the gradient of f as well.
         y = w[self.split :]
         gap = evaluate_gap(lower, y, z, self.constants.envelope)

@@ -14,7 +14,12 @@ from lightning_bilevel.core.moreau import gradient_error
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
-from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty, prox_accuracy, smoothing_function, smoothing_parameter
+from lightning_bilevel.solvers.ivsp.penalty import (
+    inverse_penalty,
+    prox_accuracy,
+    smoothing_function,
+    smoothing_parameter,
+)
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.search import Merit
 
@@ -38,7 +43,11 @@ class Paper:
     def merit(self, k: int, t: int) -> Merit:
         """Return the smoothed penalty function of iteration k after t updates."""
         c = self.constants
-        return Merit(self.inverse_penalty(t), smoothing_parameter(k, c.mu0, c.block, c.r), smoothing_function(c.smoothing))
+        return Merit(
+            self.inverse_penalty(t),
+            smoothing_parameter(k, c.mu0, c.block, c.r),
+            smoothing_function(c.smoothing),
+        )
 
     def inverse_penalty(self, t: int) -> float:
         r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}`."""
@@ -57,10 +66,18 @@ class Paper:
     def error(self, zeta: float, merit: Merit, B_R: float) -> float:
         r"""Bound the error of the gradient of :math:`\phi_\mu(R)` that an accuracy leaves."""
         c = self.constants
-        return gradient_error(zeta, merit.mu, c.envelope, L_xy=c.scaled_L_xy, b=merit.phi.b, B_R=B_R)
+        return gradient_error(
+            zeta, merit.mu, c.envelope, L_xy=c.scaled_L_xy, b=merit.phi.b, B_R=B_R
+        )
 
     def sharpen(
-        self, evaluate: Evaluator, here: Point, merit: Merit, feasible: ConvexSet, L_start: float, seen: float
+        self,
+        evaluate: Evaluator,
+        here: Point,
+        merit: Merit,
+        feasible: ConvexSet,
+        L_start: float,
+        seen: float,
     ) -> tuple[Point, float, float]:
         """Return the current point, evaluated again if its step needs that, B_R, and the accuracy that trial points need."""
         return here, self.gradient_bound(here, seen), math.inf
@@ -100,7 +117,13 @@ class Own(Paper):
         return max(seen, norm(here.grad_R) + error)
 
     def sharpen(
-        self, evaluate: Evaluator, here: Point, merit: Merit, feasible: ConvexSet, L_start: float, seen: float
+        self,
+        evaluate: Evaluator,
+        here: Point,
+        merit: Merit,
+        feasible: ConvexSet,
+        L_start: float,
+        seen: float,
     ) -> tuple[Point, float, float]:
         """Evaluate R again where its error is more than a fifth of what the step promises."""
         B_R = self.gradient_bound(here, seen)
@@ -123,7 +146,11 @@ class Own(Paper):
     @property
     def trial_cap(self) -> int:
         """The cap on the inner iterations of a trial."""
-        return min(self.constants.max_inner, _MAX_INNER) if self._conditioned else self.constants.max_inner
+        return (
+            min(self.constants.max_inner, _MAX_INNER)
+            if self._conditioned
+            else self.constants.max_inner
+        )
 
     @property
     def gives_up_early(self) -> bool:
@@ -155,7 +182,9 @@ def adapted_accuracy(mapping: float, merit: Merit, constants: Constants, B_R: fl
     .. math:: \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/20, \qquad b_\phi B_R \zeta/\mu \le M/20
     """
     part, envelope = mapping / 20, constants.envelope
-    from_distance = envelope.modulus / 2 * (part / math.hypot(constants.scaled_L_xy, 1 / envelope.rho)) ** 2
+    from_distance = (
+        envelope.modulus / 2 * (part / math.hypot(constants.scaled_L_xy, 1 / envelope.rho)) ** 2
+    )
     return min(from_distance, part * merit.mu / (merit.phi.b * B_R) if B_R > 0.0 else math.inf)
 
 
@@ -163,7 +192,10 @@ def _mapping(here: Point, merit: Merit, feasible: ConvexSet, L_start: float) -> 
     """The gradient mapping that the first trial will have."""
     scale = float(merit.mu / L_start)
     moved = merit.direction(here).mul_(scale)
-    return math.sqrt(squared_distance(feasible.project(torch.sub(here.w, moved, out=moved)), here.w)) / scale
+    return (
+        math.sqrt(squared_distance(feasible.project(torch.sub(here.w, moved, out=moved)), here.w))
+        / scale
+    )
 
 
 def _rounding(here: Point, there: Point, gamma: float) -> float:

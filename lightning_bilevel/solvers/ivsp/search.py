@@ -127,9 +127,18 @@ class Armijo:
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
             return Trial(False, math.inf, self.start, d, None)
-        tau = allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat) + here.zeta + self.zeta
+        tau = (
+            allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
+            + here.zeta
+            + self.zeta
+        )
         value = merit.value(there, self.zeta)
-        bound = self.start - c.c1 / (2 * merit.mu) * d**2 + tau + self.rules.slack(here, there, merit.gamma)
+        bound = (
+            self.start
+            - c.c1 / (2 * merit.mu) * d**2
+            + tau
+            + self.rules.slack(here, there, merit.gamma)
+        )
         return Trial(c.fixed_L is not None or value <= bound, value, bound, d, there)
 
     def _note(self, error: BilevelError) -> None:
@@ -140,11 +149,21 @@ class Armijo:
         self.failures.append(error)
         # An inner loop that fails again and again cannot.
         failed = sum(isinstance(failure, InnerLoopError) for failure in self.failures)
-        if self.constants.fixed_L is not None or (self.rules.gives_up_early and failed > _MAX_FAILURES):
+        if self.constants.fixed_L is not None or (
+            self.rules.gives_up_early and failed > _MAX_FAILURES
+        ):
             raise error
 
 
-def next_start(here: Point, there: Point, now: Merit, then: Merit, L_start: float, constants: Constants, long: bool) -> float:
+def next_start(
+    here: Point,
+    there: Point,
+    now: Merit,
+    then: Merit,
+    L_start: float,
+    constants: Constants,
+    long: bool,
+) -> float:
     r"""Return the first curvature of the next line search, from the change of point and gradient.
 
     .. math::
@@ -155,12 +174,16 @@ def next_start(here: Point, there: Point, now: Merit, then: Merit, L_start: floa
     dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
     dw_dv, dv_dv = _dot(there.w - here.w, dv, here.split), _dot(dv, dv, here.split)
     dw_dw = distance(there.w, here.w, here.split) ** 2 if long else None
-    return barzilai_borwein(dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw)
+    return barzilai_borwein(
+        dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw
+    )
 
 
 def distance(a: Tensor, b: Tensor, split: int) -> float:
     """Return the distance of two points, each level summed on its own: x may be one number and y a million."""
-    return math.sqrt(squared_distance(a[:split], b[:split]) + squared_distance(a[split:], b[split:]))
+    return math.sqrt(
+        squared_distance(a[:split], b[:split]) + squared_distance(a[split:], b[split:])
+    )
 
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:

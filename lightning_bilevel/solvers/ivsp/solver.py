@@ -193,7 +193,9 @@ class IVSP(BilevelOptimizer):
         problem.calls = scaled.calls
         return rows
 
-    def advance(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, IVSPInfo]:
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, IVSPInfo]:
         known = self._known if self._known is not None and self._at is x else None
         try:
             return self._iterate(problem, x, y, known)
@@ -205,7 +207,9 @@ class IVSP(BilevelOptimizer):
                 problem.check_unchanged(x, y, known.f, known.lower)
             raise
 
-    def _iterate(self, problem: BilevelProblem, x: Tensor, y: Tensor, known: Point | None) -> tuple[Tensor, Tensor, IVSPInfo]:
+    def _iterate(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor, known: Point | None
+    ) -> tuple[Tensor, Tensor, IVSPInfo]:
         """Do one outer iteration of Algorithm 1 from the current point, or from what is known of it."""
         memory, inner = self.memory, problem.calls.lower
         k, t = memory["iteration"], memory["penalty_updates"]
@@ -227,14 +231,20 @@ class IVSP(BilevelOptimizer):
         assert there is not None
         if step == 0.0:
             check_trials(trial.failures, trials - 1)
-            self._stalled: bool = self._stalled or warn_of_stall(k + 1, trials, trial.start, here.w, merit.direction(here), C)
+            self._stalled: bool = self._stalled or warn_of_stall(
+                k + 1, trials, trial.start, here.w, merit.direction(here), C
+            )
 
-        updated = needs_update(there.residual, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2)
+        updated = needs_update(
+            there.residual, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
+        )
         then = rules.merit(k + 1, t + updated)
         # The next start is known already now, so nothing of the previous point needs keeping.
         memory["L_start"] = L_start
         if c.fixed_L is None:
-            memory["L_start"] = next_start(here, there, merit, then, L_start, c, rules.starts_long(trials))
+            memory["L_start"] = next_start(
+                here, there, merit, then, L_start, c, rules.starts_long(trials)
+            )
         memory.update(penalty_updates=t + updated, multiplier=merit.weight(there) / merit.gamma)
         if c.rules == "own":
             memory["zeta"] = zeta
@@ -272,8 +282,14 @@ class IVSP(BilevelOptimizer):
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 own, chosen = saved["unit"], tuple(saved["estimated"].split())
                 kept = {name: value for name, value in saved.items() if name != "estimated"}
-                kept |= {"own_unit": own, "chosen": None if own is None else chosen, "rules": "own" if chosen else "paper"}
-                kept["unit"] = mine["unit"] * (own if own is not None and mine["level"] == "upper" else 1.0)
+                kept |= {
+                    "own_unit": own,
+                    "chosen": None if own is None else chosen,
+                    "rules": "own" if chosen else "paper",
+                }
+                kept["unit"] = mine["unit"] * (
+                    own if own is not None and mine["level"] == "upper" else 1.0
+                )
                 groups.append(kept)
             state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)

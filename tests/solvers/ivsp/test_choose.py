@@ -78,13 +78,25 @@ def test_what_is_chosen_follows_from_what_is_measured() -> None:
     assert (c["mu0"], c["block"]) == (0.05, 5)
     assert c["zeta_bar"] * c["mu0"] ** c["q"] == pytest.approx(1e-3)
     assert c["L_xy"] == pytest.approx(3.0)
-    assert (c["c1"], c["L_min"], c["L_max"]) == pytest.approx((1e-4 * c["L_init"], 1e-11 * c["L_init"], 1e11 * c["L_init"]))
+    assert (c["c1"], c["L_min"], c["L_max"]) == pytest.approx(
+        (1e-4 * c["L_init"], 1e-11 * c["L_init"], 1e11 * c["L_init"])
+    )
     assert math.log2(c["own_unit"]) == round(math.log2(c["own_unit"]))
-    assert [name for name, _ in solver.chosen] == [*sorted(PER_TASK, key=[n for n, _ in solver.chosen].index), "unit of x"]
+    assert [name for name, _ in solver.chosen] == [
+        *sorted(PER_TASK, key=[n for n, _ in solver.chosen].index),
+        "unit of x",
+    ]
 
 
 def test_what_is_given_stays() -> None:
-    given: dict[str, Any] = {"rho": 0.1, "mu0": 0.3, "L_init": 7.0, "c2": 0.5, "B_R": 11.0, "bb": "short"}
+    given: dict[str, Any] = {
+        "rho": 0.1,
+        "mu0": 0.3,
+        "L_init": 7.0,
+        "c2": 0.5,
+        "B_R": 11.0,
+        "bb": "short",
+    }
     solver = IVSP(groups(*start()), **given)
     solver.step(problem=quadratic())
     assert {name: solver.constants[name] for name in given} == given
@@ -100,7 +112,12 @@ def test_a_convex_lower_level_may_have_a_larger_rho() -> None:
 
 def test_a_point_of_inflection_does_not_deceive() -> None:
     # sin has no curvature at 0, and curvature 1 where the lower level goes from there.
-    problem = BilevelProblem(lambda x, y: ((y - 1) ** 2).sum(), lambda x, y: torch.sin(x + y).sum(), Box(-5, 5), Box(-5, 5))
+    problem = BilevelProblem(
+        lambda x, y: ((y - 1) ** 2).sum(),
+        lambda x, y: torch.sin(x + y).sum(),
+        Box(-5, 5),
+        Box(-5, 5),
+    )
     solver = IVSP(groups(torch.zeros(1, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)))
     solver.step(problem=problem)
     assert 0.1 < solver.constants["L_yy"] < 4.0
@@ -112,12 +129,17 @@ def test_with_everything_given_nothing_is_chosen() -> None:
     info = solver.step(problem=problem)
     assert solver.chosen == []
     assert solver.constants["own_unit"] == 1.0
-    assert (solver.constants["c1"], solver.constants["c2"], solver.constants["B_R"]) == (1e-4, 1.0, 1e3)
+    assert (solver.constants["c1"], solver.constants["c2"], solver.constants["B_R"]) == (
+        1e-4,
+        1.0,
+        1e3,
+    )
     assert info.calls.lower == info.inner_iterations
 
 
 @pytest.mark.parametrize(
-    ("f_scale", "g_scale"), [(2.0**13, 1.0), (2.0**-13, 1.0), (1.0, 2.0**13), (1.0, 2.0**-13), (0.125, 64.0)]
+    ("f_scale", "g_scale"),
+    [(2.0**13, 1.0), (2.0**-13, 1.0), (1.0, 2.0**13), (1.0, 2.0**-13), (0.125, 64.0)],
 )
 def test_the_units_of_f_and_g_do_not_matter(f_scale: float, g_scale: float) -> None:
     # Powers of two only move exponents, so the paths agree to what logarithms and powers round.
@@ -134,7 +156,11 @@ def test_the_units_of_f_and_g_do_not_matter(f_scale: float, g_scale: float) -> N
 
 def test_the_unit_of_x_wakes_up_a_level_that_hardly_moves() -> None:
     # The gradient in x is ten thousand times smaller than that in y.
-    problem = BilevelProblem(lambda x, y: ((y - 1) ** 2).sum(), lambda x, y: ((y - 1e-4 * x) ** 2).sum() / 2, Box(-1e5, 1e5))
+    problem = BilevelProblem(
+        lambda x, y: ((y - 1) ** 2).sum(),
+        lambda x, y: ((y - 1e-4 * x) ** 2).sum() / 2,
+        Box(-1e5, 1e5),
+    )
     x, y = torch.zeros(3, dtype=DOUBLE), torch.zeros(3, dtype=DOUBLE)
     solver = IVSP(groups(x, y))
     for _ in range(200):
@@ -162,7 +188,11 @@ def test_the_accuracy_keeps_the_error_below_a_tenth_of_the_mapping() -> None:
     constants = Constants.read({**solver.constants, "own_unit": 1.0})
     for mapping in (1e-6, 1e-2, 30.0):
         zeta = adapted_accuracy(mapping, Merit(1.0, 0.02, Huber()), constants, B_R=5.0)
-        assert 0.05 * mapping <= gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0) <= 0.1 * mapping * (1 + 1e-12)
+        assert (
+            0.05 * mapping
+            <= gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0)
+            <= 0.1 * mapping * (1 + 1e-12)
+        )
 
 
 def test_a_lower_level_that_becomes_more_curved_is_noticed_without_a_warning() -> None:
@@ -207,11 +237,25 @@ def test_random_problems_are_solved_without_a_constant(number: int) -> None:
 
 @pytest.mark.parametrize(("config", "given"), [("ivsp", "given: 0.5"), ("meha", "")])
 def test_probe_says_what_would_be_chosen_and_what_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: str, given: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    given: str,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["lightning-bilevel"])  # LightningCLI warns of arguments from two sides, pytest's being one
+    monkeypatch.setattr(
+        "sys.argv", ["lightning-bilevel"]
+    )  # LightningCLI warns of arguments from two sides, pytest's being one
     file = SYNTHETIC / f"{config}.yaml"
-    main(["probe", "--config", str(file), "--model.init_args.n=10", f"--trainer.default_root_dir={tmp_path}"])
+    main(
+        [
+            "probe",
+            "--config",
+            str(file),
+            "--model.init_args.n=10",
+            f"--trainer.default_root_dir={tmp_path}",
+        ]
+    )
     told = capsys.readouterr().out
     rows = {line.split("  ")[0]: line for line in told.splitlines()}
     # sin(x + y - 2) has the curvature |sin(-8)| = 0.99 at the start.

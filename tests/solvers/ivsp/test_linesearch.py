@@ -17,7 +17,10 @@ class Guess:
 
 
 class TestBacktrack:
-    @pytest.mark.parametrize(("threshold", "L", "count"), [(0.0, 0.5, 1), (0.5, 0.5, 1), (0.6, 1.0, 2), (100.0, 128.0, 9)])
+    @pytest.mark.parametrize(
+        ("threshold", "L", "count"),
+        [(0.0, 0.5, 1), (0.5, 0.5, 1), (0.6, 1.0, 2), (100.0, 128.0, 9)],
+    )
     def test_doubles_until_accepted(self, threshold: float, L: float, count: int) -> None:
         tried = []
 
@@ -46,12 +49,17 @@ class TestBarzilaiBorwein:
         h, mu, dw = 7.0, 0.01, 3.0
         dv = h / mu * dw
         assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11) == pytest.approx(mu * h / mu)
-        assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11, dw_dw=dw**2) == pytest.approx(mu * h / mu)
+        assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11, dw_dw=dw**2) == pytest.approx(
+            mu * h / mu
+        )
 
     def test_the_long_step_is_the_longer_one(self) -> None:
         # dv = diag(1, 100) dw: short weighs the stiff direction, long does not; both lie between the two curvatures.
         dw, dv = (1.0, 0.1), (1.0, 10.0)
-        product, square, length = (sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((dw, dv), (dv, dv), (dw, dw)))
+        product, square, length = (
+            sum(a * b for a, b in zip(*pair, strict=True))
+            for pair in ((dw, dv), (dv, dv), (dw, dw))
+        )
         short = barzilai_borwein(product, square, 1.0, 1.0, 1e-11, 1e11)
         long = barzilai_borwein(product, square, 1.0, 1.0, 1e-11, 1e11, dw_dw=length)
         assert long == pytest.approx(2.0 / 1.01)
@@ -75,8 +83,12 @@ class TestBarzilaiBorwein:
             (1.0, 0.0, 900.0, 100.0),  # and from above
         ],
     )
-    def test_safeguards(self, product: float, square: float, previous: float, expected: float) -> None:
-        assert barzilai_borwein(product, square, 1.0, previous, 1.0, 100.0) == pytest.approx(expected)
+    def test_safeguards(
+        self, product: float, square: float, previous: float, expected: float
+    ) -> None:
+        assert barzilai_borwein(product, square, 1.0, previous, 1.0, 100.0) == pytest.approx(
+            expected
+        )
 
 
 class TestAllowance:
@@ -92,10 +104,15 @@ class TestAllowance:
 
     def test_is_half_of_error_times_step_where_the_ratio_rules(self) -> None:
         # mu E^2 / (2 mu E / step) = E step / 2
-        assert allowance(0.3, 1e9, 0.1, 2.0, theta_low=1e-24, theta_hat=1.99) == pytest.approx(2.0 * 0.3 / 2)
+        assert allowance(0.3, 1e9, 0.1, 2.0, theta_low=1e-24, theta_hat=1.99) == pytest.approx(
+            2.0 * 0.3 / 2
+        )
 
     def test_vanishes_with_the_error(self) -> None:
-        values = [allowance(0.3, 1.0, 0.1, error, theta_low=1e-24, theta_hat=1.99) for error in (1.0, 1e-3, 1e-6, 0.0)]
+        values = [
+            allowance(0.3, 1.0, 0.1, error, theta_low=1e-24, theta_hat=1.99)
+            for error in (1.0, 1e-3, 1e-6, 0.0)
+        ]
         assert values == sorted(values, reverse=True)
         assert values[-1] == 0.0
         assert all(math.isfinite(value) for value in values)

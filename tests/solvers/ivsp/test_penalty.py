@@ -21,7 +21,11 @@ widths = pytest.mark.parametrize("mu", [1e-6, 1e-2, 1.0, 50.0])
 
 def grid(mu: float) -> list[float]:
     """Points on both sides of the kink, at the joints of the Huber function, and far away."""
-    return [s * mu * v for s in (-1, 1) for v in (0.0, 0.01, 0.3, 0.499, 0.5, 0.501, 1.0, 3.0, 40.0, 1e6)]
+    return [
+        s * mu * v
+        for s in (-1, 1)
+        for v in (0.0, 0.01, 0.3, 0.499, 0.5, 0.501, 1.0, 3.0, 40.0, 1e6)
+    ]
 
 
 @widths
@@ -41,7 +45,9 @@ class TestSmoothing:
             # Cancellation in the difference grows with |t| / h.
             assert phi.slope(t, mu) == pytest.approx(difference, abs=1e-5 + 1e-15 * abs(t) / h)
 
-    def test_slope_is_monotone_between_0_and_1_and_lipschitz(self, phi: Smoothing, mu: float) -> None:
+    def test_slope_is_monotone_between_0_and_1_and_lipschitz(
+        self, phi: Smoothing, mu: float
+    ) -> None:
         points = sorted(grid(mu))
         for s, t in pairwise(points):
             assert 0.0 <= phi.slope(s, mu) <= phi.slope(t, mu) <= 1.0
@@ -49,7 +55,9 @@ class TestSmoothing:
 
     def test_lipschitz_constant_is_attained_at_zero(self, phi: Smoothing, mu: float) -> None:
         h = 1e-4 * mu
-        assert (phi.slope(h, mu) - phi.slope(-h, mu)) / (2 * h) == pytest.approx(phi.b / mu, rel=1e-6)
+        assert (phi.slope(h, mu) - phi.slope(-h, mu)) / (2 * h) == pytest.approx(
+            phi.b / mu, rel=1e-6
+        )
 
     def test_far_away_it_is_the_plus_function(self, phi: Smoothing, mu: float) -> None:
         for t in (1e6 * mu, 1e300):
@@ -60,7 +68,9 @@ class TestSmoothing:
         name = type(phi).__name__.lower()
         assert (phi.a, phi.b) == reference.SMOOTHING_CONSTANTS[name]
         for t in grid(mu):
-            assert (phi.value(t, mu), phi.slope(t, mu)) == pytest.approx(reference.smoothed_plus(t, mu, name), rel=1e-13)
+            assert (phi.value(t, mu), phi.slope(t, mu)) == pytest.approx(
+                reference.smoothed_plus(t, mu, name), rel=1e-13
+            )
 
 
 def test_smoothing_function_by_name() -> None:
@@ -70,10 +80,15 @@ def test_smoothing_function_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("block", "expected"),
-    [(1, [8.0, 8 / 2 ** (1 / 3), 8 / 3 ** (1 / 3)]), (2, [8.0, 8.0, 8 / 2 ** (1 / 3), 8 / 2 ** (1 / 3), 8 / 3 ** (1 / 3)])],
+    [
+        (1, [8.0, 8 / 2 ** (1 / 3), 8 / 3 ** (1 / 3)]),
+        (2, [8.0, 8.0, 8 / 2 ** (1 / 3), 8 / 2 ** (1 / 3), 8 / 3 ** (1 / 3)]),
+    ],
 )
 def test_smoothing_parameter(block: int, expected: list[float]) -> None:
-    assert [smoothing_parameter(k, 8.0, block, 1 / 3) for k in range(len(expected))] == pytest.approx(expected)
+    assert [
+        smoothing_parameter(k, 8.0, block, 1 / 3) for k in range(len(expected))
+    ] == pytest.approx(expected)
     assert smoothing_parameter(7 * block, 8.0, block, 1 / 3) == pytest.approx(4.0)
 
 
@@ -83,7 +98,9 @@ def test_prox_accuracy() -> None:
 
 
 def test_inverse_penalty() -> None:
-    assert [inverse_penalty(t, 6.0) for t in (0, 1, 2, 3, 8)] == pytest.approx([6, 6 / math.sqrt(2), 6 / math.sqrt(3), 3, 2])
+    assert [inverse_penalty(t, 6.0) for t in (0, 1, 2, 3, 8)] == pytest.approx(
+        [6, 6 / math.sqrt(2), 6 / math.sqrt(3), 3, 2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,21 @@ from lightning_bilevel import (
 from lightning_bilevel.core.prox import precise_prox
 
 by_name = {problem.name: problem for problem in PROBLEMS}
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 
 
 # ---------------------------------------------------------------- the same path as the reference
 
 
 def run_both(
-    problem: BilevelProblem, functions: reference.Functions, x: Tensor, y: Tensor, settings: reference.Settings, steps: int
+    problem: BilevelProblem,
+    functions: reference.Functions,
+    x: Tensor,
+    y: Tensor,
+    settings: reference.Settings,
+    steps: int,
 ) -> tuple[list[IVSPInfo], list[tuple[Tensor, Tensor, Tensor]], list[reference.Record], int]:
     """IVSP and the reference from the same start: records and points of both."""
     records, inner_at_start = reference.ivsp(functions, x.numpy(), y.numpy(), settings, steps)
@@ -63,12 +70,22 @@ def run_both(
 def assert_same_path(run: tuple[Any, Any, list[reference.Record], int], tolerance: float) -> None:
     history, points, records, inner_at_start = run
     for k, (info, point, record) in enumerate(zip(history, points, records, strict=True)):
-        counts = (info.inner_iterations - (inner_at_start if k == 0 else 0), info.trials, info.penalty_updates)
-        assert counts == (record.inner_iterations, record.trials, record.t), f"counts of iteration {k + 1}"
+        counts = (
+            info.inner_iterations - (inner_at_start if k == 0 else 0),
+            info.trials,
+            info.penalty_updates,
+        )
+        assert counts == (record.inner_iterations, record.trials, record.t), (
+            f"counts of iteration {k + 1}"
+        )
         for got, expected in zip(point, (record.x, record.y, record.z), strict=True):
-            np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=tolerance, err_msg=f"iteration {k + 1}")
+            np.testing.assert_allclose(
+                got.numpy(), expected, rtol=0, atol=tolerance, err_msg=f"iteration {k + 1}"
+            )
         numbers = (info.upper, info.residual, info.step, info.multiplier)
-        assert numbers == pytest.approx((record.f, record.R, record.step, record.multiplier), rel=1e-6, abs=10 * tolerance)
+        assert numbers == pytest.approx(
+            (record.f, record.R, record.step, record.multiplier), rel=1e-6, abs=10 * tolerance
+        )
         assert (info.mu, info.gamma) == pytest.approx((record.mu, record.gamma), rel=1e-14)
         assert (info.L, info.L_start) == pytest.approx((record.L, record.L_start), rel=1e-5)
         assert info.iteration == k + 1
@@ -78,10 +95,27 @@ def assert_same_path(run: tuple[Any, Any, list[reference.Record], int], toleranc
 # small ones with many iterations per smoothing.
 STRESS = {
     "wide": {
-        **{"mu0": 1.0, "block": 1, "gamma0": 0.5, "delta": 0.05, "zeta_bar": 0.05, "c1": 1.0, "c2": 20.0, "B_R": 1.0},
+        **{
+            "mu0": 1.0,
+            "block": 1,
+            "gamma0": 0.5,
+            "delta": 0.05,
+            "zeta_bar": 0.05,
+            "c1": 1.0,
+            "c2": 20.0,
+            "B_R": 1.0,
+        },
         **{"L_init": 0.02, "L_min": 0.02, "L_max": 0.2},
     },
-    "narrow": {"mu0": 0.1, "block": 10, "gamma0": 0.2, "delta": 0.05, "zeta_bar": 1e-4, "L_init": 1e-3, "B_R": 1.0},
+    "narrow": {
+        "mu0": 0.1,
+        "block": 10,
+        "gamma0": 0.2,
+        "delta": 0.05,
+        "zeta_bar": 1e-4,
+        "L_init": 1e-3,
+        "B_R": 1.0,
+    },
 }
 
 
@@ -92,10 +126,13 @@ def settings_for(constants: dict[str, Any], **more: Any) -> reference.Settings:
 
 @pytest.mark.parametrize(
     ("name", "smoothing", "seed"),
-    [(name, "huber", seed) for name in STRESS for seed in range(6)] + [("wide", "softplus", seed) for seed in range(3)],
+    [(name, "huber", seed) for name in STRESS for seed in range(6)]
+    + [("wide", "softplus", seed) for seed in range(3)],
 )
 @pytest.mark.parametrize("shape", [(3, 5, 5.0), (4, 8, 0.5)], ids=["wide box", "narrow box"])
-def test_same_path_as_the_reference_with_line_search(seed: int, shape: tuple[int, int, float], name: str, smoothing: Any) -> None:
+def test_same_path_as_the_reference_with_line_search(
+    seed: int, shape: tuple[int, int, float], name: str, smoothing: Any
+) -> None:
     problem, functions, x, y, constants = random_problem(seed, *shape)
     settings = settings_for(constants, smoothing=smoothing, **STRESS[name])
     assert_same_path(run_both(problem, functions, x, y, settings, 30), 1e-8)
@@ -104,9 +141,18 @@ def test_same_path_as_the_reference_with_line_search(seed: int, shape: tuple[int
 @pytest.mark.parametrize(("rise", "trials"), [(5e-13, 1), (2e-12, 2)])
 def test_the_armijo_test_forgives_the_paper_s_rounding_error(rise: float, trials: int) -> None:
     # The lower level is idle (y = z = 0, R = -1), tau is 1e-20, and the first trial x = 1 raises f by a known amount.
-    problem = BilevelProblem(lambda x, y: (-x + (1 + rise) * x**2).sum() + 0 * y.sum(), lambda x, y: (y**2).sum() / 2)
+    problem = BilevelProblem(
+        lambda x, y: (-x + (1 + rise) * x**2).sum() + 0 * y.sum(), lambda x, y: (y**2).sum() / 2
+    )
     zeros = torch.zeros(1, dtype=torch.float64)
-    optimizer = IVSP(groups(zeros, zeros), **{**PLAIN, "mu0": 1.0, "zeta_bar": 1e-40}, rho=0.5, sigma=0.0, delta=1.0, c1=1e-300)
+    optimizer = IVSP(
+        groups(zeros, zeros),
+        **{**PLAIN, "mu0": 1.0, "zeta_bar": 1e-40},
+        rho=0.5,
+        sigma=0.0,
+        delta=1.0,
+        c1=1e-300,
+    )
     info = optimizer.step(problem=problem)
     assert (info.trials, info.L) == (trials, float(trials))
 
@@ -114,9 +160,19 @@ def test_the_armijo_test_forgives_the_paper_s_rounding_error(rise: float, trials
 @pytest.mark.parametrize("smoothing", ["huber", "softplus"])
 @pytest.mark.parametrize("shape", [(3, 5, 5.0), (4, 8, 0.5)], ids=["wide box", "narrow box"])
 @pytest.mark.parametrize("seed", range(2))
-def test_same_path_as_the_reference_with_fixed_L(seed: int, shape: tuple[int, int, float], smoothing: Any) -> None:
+def test_same_path_as_the_reference_with_fixed_L(
+    seed: int, shape: tuple[int, int, float], smoothing: Any
+) -> None:
     problem, functions, x, y, constants = random_problem(seed, *shape)
-    more = {"mu0": 0.3, "block": 3, "gamma0": 0.5, "delta": 0.01, "zeta_bar": 0.1, "c2": 5.0, "L_init": 1.0}
+    more = {
+        "mu0": 0.3,
+        "block": 3,
+        "gamma0": 0.5,
+        "delta": 0.01,
+        "zeta_bar": 0.1,
+        "c2": 5.0,
+        "L_init": 1.0,
+    }
     settings = settings_for(constants, fixed_L=2.0, smoothing=smoothing, **more)
     run = run_both(problem, functions, x, y, settings, 220)
     assert_same_path(run, 1e-9)
@@ -126,7 +182,15 @@ class TestPaper:
     """The synthetic problem of the paper, n = 1000, with the paper's constants."""
 
     SETTINGS = reference.Settings(
-        rho=0.5, sigma=1.0, mu0=9e-3, block=1, gamma0=0.9, zeta_bar=3.0, L_init=1.0, L_xy=math.sqrt(1000.0), L_yy=1.0
+        rho=0.5,
+        sigma=1.0,
+        mu0=9e-3,
+        block=1,
+        gamma0=0.9,
+        zeta_bar=3.0,
+        L_init=1.0,
+        L_xy=math.sqrt(1000.0),
+        L_yy=1.0,
     )
 
     def problem(self) -> BilevelProblem:
@@ -134,7 +198,9 @@ class TestPaper:
 
     def test_counts(self) -> None:
         functions, x, y = reference.sine(1000)
-        run = run_both(self.problem(), functions, torch.tensor(x), torch.tensor(y), self.SETTINGS, 56)
+        run = run_both(
+            self.problem(), functions, torch.tensor(x), torch.tensor(y), self.SETTINGS, 56
+        )
         history, points, records, _ = run
         early, late = history[:30], history[:56]
         assert sum(info.inner_iterations for info in early) == 161
@@ -153,7 +219,9 @@ class TestPaper:
         _, x, y = reference.sine(1000)
         x_star, y_star = reference.sine_solution(1000)
         constants = dataclasses.asdict(self.SETTINGS)
-        optimizer = IVSP(groups(torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)), **constants)
+        optimizer = IVSP(
+            groups(torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)), **constants
+        )
         problem = self.problem()
         history = [optimizer.step(problem=problem) for _ in range(400)]
         got_x, got_y = (v.double().numpy() for v in point_of(optimizer))
@@ -168,7 +236,9 @@ class TestPaper:
 # ---------------------------------------------------------------- what a step is and what it costs
 
 
-def stated_step(problem: BilevelProblem, envelope: Envelope, x: Tensor, y: Tensor, z: Tensor, info: IVSPInfo) -> list[Tensor]:
+def stated_step(
+    problem: BilevelProblem, envelope: Envelope, x: Tensor, y: Tensor, z: Tensor, info: IVSPInfo
+) -> list[Tensor]:
     """w+ = P_C(w - (mu/L) [gamma grad f + phi'(R~) grad R~]), with autograd on f and on the gap at the given z~."""
     (f,), (g,) = problem.upper_terms, problem.lower_terms
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
@@ -176,7 +246,10 @@ def stated_step(problem: BilevelProblem, envelope: Envelope, x: Tensor, y: Tenso
     slope = min(max(gap.item() / info.mu + 0.5, 0.0), 1.0)
     gradients = torch.autograd.grad(info.gamma * f(x, y) + slope * gap, (x, y))
     sets = (problem.upper_set, problem.lower_set)
-    return [s.project(v.detach() - info.mu / info.L * d) for s, v, d in zip(sets, (x, y), gradients, strict=True)]
+    return [
+        s.project(v.detach() - info.mu / info.L * d)
+        for s, v, d in zip(sets, (x, y), gradients, strict=True)
+    ]
 
 
 @every_problem
@@ -218,7 +291,9 @@ class TestStep:
 
             return call
 
-        built = BilevelProblem(counted("f", problem.f), counted("g", problem.g), problem.upper_set, problem.lower_set)
+        built = BilevelProblem(
+            counted("f", problem.f), counted("g", problem.g), problem.upper_set, problem.lower_set
+        )
         optimizer = make_ivsp(problem)(groups(*problem.at()))
         single = 0
         for k in range(30):
@@ -226,7 +301,9 @@ class TestStep:
             info = optimizer.step(problem=built)
             # The first iteration evaluates its start too; after that nothing is evaluated again at an accepted point.
             evaluations = info.trials + (k == 0)
-            assert info.calls == Calls(upper=evaluations, lower=info.inner_iterations, gap=evaluations)
+            assert info.calls == Calls(
+                upper=evaluations, lower=info.inner_iterations, gap=evaluations
+            )
             assert count == {"f": evaluations, "g": info.inner_iterations + 2 * evaluations}
             single += k > 0 and info.calls == Calls(upper=1, lower=info.inner_iterations, gap=1)
         assert single > 10
@@ -234,7 +311,9 @@ class TestStep:
     def test_penalty_updates_are_counted(self, problem: Problem) -> None:
         optimizer = make_ivsp(problem)(groups(*problem.at()))
         history = advance(optimizer, problem.build(), 10)
-        assert [info.penalty_updates for info in history] == list(np.cumsum([info.penalty_updated for info in history]))
+        assert [info.penalty_updates for info in history] == list(
+            np.cumsum([info.penalty_updated for info in history])
+        )
 
 
 def test_metrics_have_the_names_that_loggers_see() -> None:
@@ -243,8 +322,20 @@ def test_metrics_have_the_names_that_loggers_see() -> None:
     info = optimizer.step(problem=problem.build())
     metrics = info.metrics()
     assert set(metrics) == {
-        *("bilevel/upper", "bilevel/lower", "bilevel/moreau_gap", "bilevel/smoothing", "bilevel/penalty"),
-        *("bilevel/penalty_updates", "bilevel/multiplier", "bilevel/step", "bilevel/trials", "bilevel/inner_iterations"),
+        *(
+            "bilevel/upper",
+            "bilevel/lower",
+            "bilevel/moreau_gap",
+            "bilevel/smoothing",
+            "bilevel/penalty",
+        ),
+        *(
+            "bilevel/penalty_updates",
+            "bilevel/multiplier",
+            "bilevel/step",
+            "bilevel/trials",
+            "bilevel/inner_iterations",
+        ),
         "bilevel/optimization_time",
     }
     assert all(type(value) is float for value in metrics.values())
@@ -279,7 +370,9 @@ def test_parameters_of_any_shape_and_number() -> None:
         ([x.reshape(1, 3, 1)], [y[:0], y]),
     ):
         upper, lower = ([v.clone().requires_grad_() for v in level] for level in parameters)
-        optimizer = make_ivsp(problem)([{"params": iter(lower), "level": "lower"}, {"params": upper, "level": "upper"}])
+        optimizer = make_ivsp(problem)(
+            [{"params": iter(lower), "level": "lower"}, {"params": upper, "level": "upper"}]
+        )
         built = problem.build()
         for _ in range(10):
             optimizer.step(problem=built)
@@ -346,7 +439,11 @@ def advance(optimizer: IVSP, problem: BilevelProblem, steps: int) -> list[IVSPIn
 
 def facts(info: IVSPInfo) -> dict[str, Any]:
     """All of a record but its time."""
-    return {name: value for name, value in dataclasses.asdict(info).items() if name != "optimization_time"}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(info).items()
+        if name != "optimization_time"
+    }
 
 
 class TestOutsideChanges:
@@ -363,9 +460,13 @@ class TestOutsideChanges:
         x, y = point_of(optimizer)
         moved = self.moved()
         info = optimizer.step(problem=moved)
-        assert info.calls == Calls(upper=info.trials + 1, lower=info.inner_iterations, gap=info.trials + 1)
+        assert info.calls == Calls(
+            upper=info.trials + 1, lower=info.inner_iterations, gap=info.trials + 1
+        )
         # The inner loop is exact on this lower level after one step, so the step can be predicted.
-        z = precise_prox(moved.at(x), y, self.problem.envelope.rho, moved.lower_set, tolerance=1e-12)
+        z = precise_prox(
+            moved.at(x), y, self.problem.envelope.rho, moved.lower_set, tolerance=1e-12
+        )
         expected = stated_step(moved, self.problem.envelope, x, y, z, info)
         for got, right in zip(point_of(optimizer), expected, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
@@ -378,7 +479,9 @@ class TestOutsideChanges:
             expected, got = one.step(problem=built), two.step(problem=self.problem.build())
             look = Calls(upper=1, gap=1) if number else Calls()
             assert got.calls == expected.calls + look
-            assert facts(dataclasses.replace(got, calls=expected.calls, passes=expected.passes)) == facts(expected)
+            assert facts(
+                dataclasses.replace(got, calls=expected.calls, passes=expected.passes)
+            ) == facts(expected)
         assert all(torch.equal(a, b) for a, b in zip(point_of(one), point_of(two), strict=True))
 
     @pytest.mark.parametrize(
@@ -394,11 +497,16 @@ class TestOutsideChanges:
         ids=["add_", "copy_", "detach", "data", "vector_to_parameters", "load_state_dict"],
     )
     @pytest.mark.parametrize("level", [0, 1], ids=["upper", "lower"])
-    def test_parameters_changed_by_hand_are_noticed(self, level: int, change: Callable[[Any], Any]) -> None:
+    def test_parameters_changed_by_hand_are_noticed(
+        self, level: int, change: Callable[[Any], Any]
+    ) -> None:
         built = self.problem.build()
         x, y = self.problem.at()
         optimizer = make_ivsp(self.problem)(
-            [{"params": [torch.nn.Parameter(x)], "level": "upper"}, {"params": [torch.nn.Parameter(y)], "level": "lower"}]
+            [
+                {"params": [torch.nn.Parameter(x)], "level": "upper"},
+                {"params": [torch.nn.Parameter(y)], "level": "lower"},
+            ]
         )
         advance(optimizer, built, 5)
         with torch.no_grad():
@@ -406,7 +514,9 @@ class TestOutsideChanges:
         x, y = point_of(optimizer)
         info = optimizer.step(problem=built)
         step = torch.cat(point_of(optimizer)) - torch.cat([x, y])
-        assert float(step.norm()) == pytest.approx(info.step, rel=1e-6)  # from where the parameters were put
+        assert float(step.norm()) == pytest.approx(
+            info.step, rel=1e-6
+        )  # from where the parameters were put
         assert info.calls.upper == info.trials + 1
 
     def test_a_start_outside_the_set_is_projected_with_a_warning(self) -> None:
@@ -461,13 +571,21 @@ class TestStateDict:
         )
         info = two.step(problem=other)
         assert info.calls.upper == info.trials + 1
-        assert info.calls.gap == info.trials + (1 if changed == "f" else 2)  # where f is the same, the gap tells
+        assert info.calls.gap == info.trials + (
+            1 if changed == "f" else 2
+        )  # where f is the same, the gap tells
 
     @pytest.mark.parametrize("unit", [1.0, 30.0])
     def test_a_state_of_the_version_before_goes_on_bitwise(self, unit: float) -> None:
         """It named what was chosen in one string, and IVSP's own unit stood where that of the group stands now."""
-        problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum())
-        start, units = (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)), (unit, 1.0)
+        problem = BilevelProblem(
+            lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+            lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum(),
+        )
+        start, units = (
+            (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)),
+            (unit, 1.0),
+        )
         one = IVSP(groups(*start, units))
         advance(one, problem, 3)
         state, point = copy.deepcopy(one.state_dict()), point_of(one)
@@ -476,13 +594,18 @@ class TestStateDict:
             del group["rules"]
         two = IVSP(groups(*point, units))
         two.load_state_dict(state)
-        assert [group["unit"] for group in two.param_groups] == [group["unit"] for group in one.param_groups]
+        assert [group["unit"] for group in two.param_groups] == [
+            group["unit"] for group in one.param_groups
+        ]
         expected = [facts(info) for info in advance(one, problem, 4)]
         assert [facts(info) for info in advance(two, problem, 4)] == expected
 
     def test_a_copy_with_a_unit_runs_on(self) -> None:
         """g hardly moves with x: IVSP measures x in a larger unit."""
-        problem = BilevelProblem(lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(), lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum())
+        problem = BilevelProblem(
+            lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
+            lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum(),
+        )
         one = IVSP(groups(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)))
         advance(one, problem, 3)
         assert dict(one.chosen)["unit of x"].split()[0] != "1"
@@ -526,7 +649,8 @@ class TestNonFinite:
     def test_with_fixed_L_it_is_an_error(self) -> None:
         optimizer = make_ivsp(self.problem, fixed_L=1e-5)(groups(*self.start))
         with pytest.raises(
-            NonFiniteError, match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan"
+            NonFiniteError,
+            match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan",
         ):
             optimizer.step(problem=fenced(self.problem, "f in x", 1.5))
 
@@ -538,9 +662,13 @@ class TestNonFinite:
         optimizer = make_ivsp(self.problem)(groups(*self.start))
         advance(optimizer, self.problem.build(), 3)
         before = point_of(optimizer)
-        problem = BilevelProblem(wrong if name == "f" else self.problem.f, wrong if name == "g" else self.problem.g)
+        problem = BilevelProblem(
+            wrong if name == "f" else self.problem.f, wrong if name == "g" else self.problem.g
+        )
         level = {"f": "The upper-level function f", "g": "The lower-level function g"}[name]
-        with pytest.raises(NonFiniteError, match=f"^IVSP stopped in outer iteration 4: {level} returned a"):
+        with pytest.raises(
+            NonFiniteError, match=f"^IVSP stopped in outer iteration 4: {level} returned a"
+        ):
             optimizer.step(problem=problem)
         # The iterate is untouched and the run can go on.
         assert all(torch.equal(a, b) for a, b in zip(point_of(optimizer), before, strict=True))
@@ -549,7 +677,8 @@ class TestNonFinite:
     def test_at_the_start(self) -> None:
         optimizer = make_ivsp(self.problem)(groups(*self.start))
         with pytest.raises(
-            NonFiniteError, match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan"
+            NonFiniteError,
+            match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan",
         ):
             optimizer.step(problem=fenced(self.problem, "f in x", -1.0))
 
@@ -569,19 +698,27 @@ class TestCaps:
 
     def test_line_search_in_a_later_iteration(self) -> None:
         optimizer = make_ivsp(self.problem, max_trials=1)(groups(*self.problem.at()))
-        with pytest.raises(LineSearchError, match=r"^IVSP stopped in outer iteration (?!1:)\d+: the line search made 1 trials"):
+        with pytest.raises(
+            LineSearchError,
+            match=r"^IVSP stopped in outer iteration (?!1:)\d+: the line search made 1 trials",
+        ):
             advance(optimizer, self.problem.build(), 200)
 
     def test_inner_loop(self) -> None:
         problem = by_name["sine"]
         optimizer = make_ivsp(problem, zeta_bar=1e-12, max_inner=3)(groups(*problem.at()))
-        with pytest.raises(InnerLoopError, match=r"^IVSP stopped in outer iteration 1: the inner loop made 3 iterations"):
+        with pytest.raises(
+            InnerLoopError,
+            match=r"^IVSP stopped in outer iteration 1: the inner loop made 3 iterations",
+        ):
             optimizer.step(problem=problem.build())
 
     def test_a_too_small_L_yy_warns_once_and_still_solves(self) -> None:
         problem = BilevelProblem(self.problem.f, lambda x, y: 50 * self.problem.g(x, y))
         optimizer = make_ivsp(self.problem, L_yy=1.0, L_xy=50.0)(groups(*self.problem.at()))
-        with pytest.warns(UserWarning, match=r"The inner loop diverged with its step 1/\(L_yy \+ 1/rho\), L_yy=1:") as caught:
+        with pytest.warns(
+            UserWarning, match=r"The inner loop diverged with its step 1/\(L_yy \+ 1/rho\), L_yy=1:"
+        ) as caught:
             history = advance(optimizer, problem, 30)
         assert len(caught) == 1
         assert optimizer.memory["halvings"] >= 4
@@ -589,13 +726,24 @@ class TestCaps:
 
     @pytest.mark.parametrize("L_init", [1e-3, 1e-4, 1e-5])
     @pytest.mark.filterwarnings("ignore:The inner loop diverged")
-    def test_a_rejected_trial_where_g_is_steeper_does_not_slow_the_run_down(self, L_init: float) -> None:
+    def test_a_rejected_trial_where_g_is_steeper_does_not_slow_the_run_down(
+        self, L_init: float
+    ) -> None:
         # At the first trials |y - x| is 10 to 1000 and g curved accordingly; where the run goes L_yy = 4 is right.
         zeros = torch.zeros(2, dtype=torch.float64)
         problem = BilevelProblem(
-            lambda x, y: ((x - 1) ** 2).sum() + ((y + 1) ** 2).sum(), lambda x, y: ((y - x) ** 2 / 2 + (y - x) ** 4 / 4).sum()
+            lambda x, y: ((x - 1) ** 2).sum() + ((y + 1) ** 2).sum(),
+            lambda x, y: ((y - x) ** 2 / 2 + (y - x) ** 4 / 4).sum(),
         )
-        constants = {"rho": 1.0, "sigma": 0.0, "delta": 1e-2, "mu0": 1e-2, "gamma0": 0.2, "L_yy": 4.0, "L_xy": 4.0}
+        constants = {
+            "rho": 1.0,
+            "sigma": 0.0,
+            "delta": 1e-2,
+            "mu0": 1e-2,
+            "gamma0": 0.2,
+            "L_yy": 4.0,
+            "L_xy": 4.0,
+        }
         optimizer = IVSP(groups(zeros, zeros), L_init=L_init, max_inner=1000, **constants)
         history = advance(optimizer, problem, 100)
         assert optimizer.memory["halvings"] == 0
@@ -608,52 +756,104 @@ class TestConstants:
     def make(self, **constants: Any) -> IVSP:
         return IVSP(groups(torch.zeros(1), torch.zeros(2)), **constants)
 
-    @pytest.mark.parametrize("name", ["mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"])
+    @pytest.mark.parametrize(
+        "name", ["mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"]
+    )
     @pytest.mark.parametrize("value", [0.0, -1.0])
     def test_positive(self, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=f"^{re.escape(f'`IVSP({name}={value})` must be positive.')}$"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'`IVSP({name}={value})` must be positive.')}$"
+        ):
             self.make(**{name: value})
 
     @pytest.mark.parametrize("name", ["L_xy", "L_yy", "B_R"])
     def test_nonnegative(self, name: str) -> None:
         self.make(**{name: 0.0})
-        with pytest.raises(ValueError, match=f"^{re.escape(f'`IVSP({name}=-0.1)` must be nonnegative.')}$"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'`IVSP({name}=-0.1)` must be nonnegative.')}$"
+        ):
             self.make(**{name: -0.1})
 
     @pytest.mark.parametrize("name", ["block", "max_trials", "max_inner"])
     @pytest.mark.parametrize("value", [0, -3, 1.5])
     def test_whole(self, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=f"^{re.escape(f'`IVSP({name}={value})` must be a positive whole number.')}$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^{re.escape(f'`IVSP({name}={value})` must be a positive whole number.')}$",
+        ):
             self.make(**{name: value})
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None])
     @pytest.mark.parametrize("name", ["delta", "r", "theta_low", "max_inner"])
     def test_finite_numbers(self, name: str, value: Any) -> None:
-        with pytest.raises(ValueError, match=f"^{re.escape(f'`IVSP({name}={value!r})` must be a finite number.')}$"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'`IVSP({name}={value!r})` must be a finite number.')}$"
+        ):
             self.make(**{name: value})
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5"])
-    @pytest.mark.parametrize("name", ["rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "c1", "L_xy", "L_yy", "L_max", "B_R"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "rho",
+            "sigma",
+            "mu0",
+            "block",
+            "gamma0",
+            "zeta_bar",
+            "c1",
+            "L_xy",
+            "L_yy",
+            "L_max",
+            "B_R",
+        ],
+    )
     def test_finite_numbers_or_left_out(self, name: str, value: Any) -> None:
-        message = f"`IVSP({name}={value!r})` must be a finite number, or None for a choice of IVSP's."
+        message = (
+            f"`IVSP({name}={value!r})` must be a finite number, or None for a choice of IVSP's."
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             self.make(**{name: value})
 
     @pytest.mark.parametrize(
         ("constants", "message"),
         [
-            ({"r": 0.0}, "`IVSP(r=0.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not."),
-            ({"r": 1.0}, "`IVSP(r=1.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not."),
-            ({"r": -0.3}, "`IVSP(r=-0.3)` must be between 0 and 1, so that the smoothing vanishes and the steps do not."),
+            (
+                {"r": 0.0},
+                "`IVSP(r=0.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+            ),
+            (
+                {"r": 1.0},
+                "`IVSP(r=1.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+            ),
+            (
+                {"r": -0.3},
+                "`IVSP(r=-0.3)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+            ),
             ({"theta_hat": 2.0}, "`IVSP(theta_hat=2.0)` must be between 0 and 2."),
             ({"theta_hat": 0.0}, "`IVSP(theta_hat=0.0)` must be between 0 and 2."),
-            ({"fixed_L": 0.0}, "`IVSP(fixed_L=0.0)` must be positive and finite, or None for the line search."),
-            ({"fixed_L": math.inf}, "`IVSP(fixed_L=inf)` must be positive and finite, or None for the line search."),
-            ({"fixed_L": math.nan}, "`IVSP(fixed_L=nan)` must be positive and finite, or None for the line search."),
-            ({"fixed_L": "1"}, "`IVSP(fixed_L='1')` must be positive and finite, or None for the line search."),
+            (
+                {"fixed_L": 0.0},
+                "`IVSP(fixed_L=0.0)` must be positive and finite, or None for the line search.",
+            ),
+            (
+                {"fixed_L": math.inf},
+                "`IVSP(fixed_L=inf)` must be positive and finite, or None for the line search.",
+            ),
+            (
+                {"fixed_L": math.nan},
+                "`IVSP(fixed_L=nan)` must be positive and finite, or None for the line search.",
+            ),
+            (
+                {"fixed_L": "1"},
+                "`IVSP(fixed_L='1')` must be positive and finite, or None for the line search.",
+            ),
             ({"smoothing": "abs"}, '`IVSP(smoothing=\'abs\')` must be "huber" or "softplus".'),
             ({"inner": "newton"}, '`IVSP(inner=\'newton\')` must be "gradient" or "accelerated".'),
-            ({"bb": "both"}, '`IVSP(bb=\'both\')` must be "short", "long", or None for a choice of IVSP\'s.'),
+            (
+                {"bb": "both"},
+                '`IVSP(bb=\'both\')` must be "short", "long", or None for a choice of IVSP\'s.',
+            ),
             ({"L_min": 2.0, "L_max": 1.0}, "`IVSP(L_min=2.0)` must be at most L_max=1.0."),
             ({"q": 0.0}, "`IVSP(q=0.0)` must be positive and finite, or None for 1/r + 0.01."),
             ({"q": math.inf}, "`IVSP(q=inf)` must be positive and finite, or None for 1/r + 0.01."),
@@ -661,7 +861,10 @@ class TestConstants:
             ({"rho": 0.0}, "`IVSP`: `rho=0.0` must be positive and finite."),
             ({"delta": 0.0}, "`IVSP`: `delta=0.0` must be positive and finite."),
             ({"delta": -1e-3}, "`IVSP`: `delta=-0.001` must be positive and finite."),
-            ({"sigma": -1.0}, "`IVSP`: `sigma=-1.0` must be nonnegative and finite (0 for a convex lower level)."),
+            (
+                {"sigma": -1.0},
+                "`IVSP`: `sigma=-1.0` must be nonnegative and finite (0 for a convex lower level).",
+            ),
             (
                 {"rho": 2.0, "sigma": 1.0},
                 "`IVSP`: `rho=2.0` must be smaller than 1/sigma = 1: otherwise the Moreau subproblem is not strongly convex.",
@@ -687,23 +890,32 @@ class TestConstants:
         assert self.make().constants["q"] == pytest.approx(3.01)
 
     def test_the_paper_s_rules_need_all_constants_of_a_task(self) -> None:
-        message = "`IVSP(rules='paper')` needs mu0, block too: with the paper's rules nothing is chosen."
+        message = (
+            "`IVSP(rules='paper')` needs mu0, block too: with the paper's rules nothing is chosen."
+        )
         given = {name: value for name, value in PLAIN.items() if name not in ("mu0", "block")}
         with pytest.raises(ValueError, match=re.escape(message)):
             self.make(rules="paper", rho=0.5, sigma=1.0, **given)
-        assert self.make(rules="paper", rho=0.5, sigma=1.0, **PLAIN).hyper_parameters["rules"] == "paper"
+        assert (
+            self.make(rules="paper", rho=0.5, sigma=1.0, **PLAIN).hyper_parameters["rules"]
+            == "paper"
+        )
 
     def test_a_fixed_L_needs_no_start(self) -> None:
         given = {name: value for name, value in PLAIN.items() if name != "L_init"}
         one = self.make(rules="paper", rho=0.5, sigma=1.0, fixed_L=40.0, **given)
         two = self.make(rho=0.5, sigma=1.0, fixed_L=40.0, **PLAIN)
-        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        problem = BilevelProblem(
+            lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
+        )
         for _ in range(5):
             assert one.step(problem=problem).upper == two.step(problem=problem).upper
 
     def test_a_constant_that_is_changed_in_the_groups_counts(self) -> None:
         optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
-        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        problem = BilevelProblem(
+            lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
+        )
         assert optimizer.step(problem=problem).gamma == 1.0
         for group in optimizer.param_groups:
             group["gamma0"] = 0.25
@@ -711,7 +923,9 @@ class TestConstants:
 
     def test_own_rules_with_all_constants_halve_the_penalty(self) -> None:
         optimizer = self.make(rules="own", rho=0.5, sigma=1.0, **{**PLAIN, "gamma0": 8.0})
-        problem = BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
+        problem = BilevelProblem(
+            lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
+        )
         optimizer.step(problem=problem)
         assert optimizer.chosen == []
         optimizer.memory["penalty_updates"] = 2
@@ -719,11 +933,42 @@ class TestConstants:
 
     def test_defaults_are_the_paper_s_common_settings(self) -> None:
         optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
-        optimizer.step(problem=BilevelProblem(lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()))
+        optimizer.step(
+            problem=BilevelProblem(
+                lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
+            )
+        )
         constants = optimizer.constants
-        assert (constants["own_unit"], constants["bb"], constants["rules"]) == (1.0, "short", "paper")
-        paper = reference.Settings(rho=0.5, sigma=1.0, mu0=1.0, block=1, gamma0=1.0, zeta_bar=1.0, L_init=1.0, L_xy=1.0, L_yy=1.0)
-        for name in ("delta", "r", "q", "c1", "c2", "L_min", "L_max", "B_R", "theta_low", "theta_hat", "smoothing", "fixed_L"):
+        assert (constants["own_unit"], constants["bb"], constants["rules"]) == (
+            1.0,
+            "short",
+            "paper",
+        )
+        paper = reference.Settings(
+            rho=0.5,
+            sigma=1.0,
+            mu0=1.0,
+            block=1,
+            gamma0=1.0,
+            zeta_bar=1.0,
+            L_init=1.0,
+            L_xy=1.0,
+            L_yy=1.0,
+        )
+        for name in (
+            "delta",
+            "r",
+            "q",
+            "c1",
+            "c2",
+            "L_min",
+            "L_max",
+            "B_R",
+            "theta_low",
+            "theta_hat",
+            "smoothing",
+            "fixed_L",
+        ):
             assert constants[name] == getattr(paper, name), name
 
     def test_envelope(self) -> None:
@@ -739,57 +984,87 @@ class TestLevels:
         [
             ([], "`IVSP(params)` was given levels []: it needs {rule}."),
             (["upper"], "`IVSP(params)` was given levels ['upper']: it needs {rule}."),
-            (["upper", "upper"], "`IVSP(params)` was given levels ['upper', 'upper']: it needs {rule}."),
-            (["upper", "middle"], "`IVSP(params)` was given levels ['upper', 'middle']: it needs {rule}."),
-            (["upper", "lower", "lower"], "`IVSP(params)` was given levels ['upper', 'lower', 'lower']: it needs {rule}."),
+            (
+                ["upper", "upper"],
+                "`IVSP(params)` was given levels ['upper', 'upper']: it needs {rule}.",
+            ),
+            (
+                ["upper", "middle"],
+                "`IVSP(params)` was given levels ['upper', 'middle']: it needs {rule}.",
+            ),
+            (
+                ["upper", "lower", "lower"],
+                "`IVSP(params)` was given levels ['upper', 'lower', 'lower']: it needs {rule}.",
+            ),
             ([None, None], "`IVSP(params)` was given levels [None, None]: it needs {rule}."),
         ],
     )
     def test_one_group_each(self, levels: list[str | None], message: str) -> None:
-        params = [{"params": [torch.zeros(1)], **({"level": level} if level else {})} for level in levels]
+        params = [
+            {"params": [torch.zeros(1)], **({"level": level} if level else {})} for level in levels
+        ]
         with pytest.raises(ValueError, match=f"^{re.escape(message.format(rule=self.RULE))}$"):
             IVSP(params)
 
     def test_not_a_list_of_parameters(self) -> None:
-        with pytest.raises(TypeError, match=f"^{re.escape(f'`IVSP(params)` must be {self.RULE}.')}$"):
+        with pytest.raises(
+            TypeError, match=f"^{re.escape(f'`IVSP(params)` must be {self.RULE}.')}$"
+        ):
             IVSP([torch.zeros(1), torch.zeros(1)])
 
     @pytest.mark.parametrize("level", ["upper", "lower"])
     @pytest.mark.parametrize("empty", [[], [torch.zeros(0)]], ids=["none", "size 0"])
     def test_empty(self, level: str, empty: list[Tensor]) -> None:
-        params = [{"params": empty if name == level else [torch.zeros(1)], "level": name} for name in ("upper", "lower")]
-        with pytest.raises(ValueError, match=rf"^`IVSP\(params\)`: the {level} level has no parameters\.$"):
+        params = [
+            {"params": empty if name == level else [torch.zeros(1)], "level": name}
+            for name in ("upper", "lower")
+        ]
+        with pytest.raises(
+            ValueError, match=rf"^`IVSP\(params\)`: the {level} level has no parameters\.$"
+        ):
             IVSP(params)
 
     def test_a_parameter_in_both(self) -> None:
         shared = torch.zeros(1)
-        with pytest.raises(ValueError, match=r"^`IVSP\(params\)`: a parameter is in both levels; each belongs to one\.$"):
-            IVSP([{"params": [shared], "level": "upper"}, {"params": [torch.zeros(1), shared], "level": "lower"}])
+        with pytest.raises(
+            ValueError,
+            match=r"^`IVSP\(params\)`: a parameter is in both levels; each belongs to one\.$",
+        ):
+            IVSP(
+                [
+                    {"params": [shared], "level": "upper"},
+                    {"params": [torch.zeros(1), shared], "level": "lower"},
+                ]
+            )
 
     def test_mixed_dtypes(self) -> None:
         kinds = "torch.float32 on cpu, torch.float64 on cpu"
-        message = f"`IVSP(params)` has parameters of kind {kinds}: both levels need one dtype and device."
+        message = (
+            f"`IVSP(params)` has parameters of kind {kinds}: both levels need one dtype and device."
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             IVSP(groups(torch.zeros(1), torch.zeros(1, dtype=torch.float64)))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision(self, dtype: torch.dtype) -> None:
-        message = (
-            f"`IVSP(params)` has parameters of {dtype}: only float32 and float64 are supported, because the Moreau gap is a small"
-        )
+        message = f"`IVSP(params)` has parameters of {dtype}: only float32 and float64 are supported, because the Moreau gap is a small"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             IVSP(groups(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)))
 
     def test_a_single_tensor_is_a_level(self) -> None:
         x, y = torch.zeros(1, requires_grad=True), torch.zeros(2, requires_grad=True)
         optimizer = IVSP([{"params": x, "level": "upper"}, {"params": y, "level": "lower"}])
-        assert [group["params"][0] is p for group, p in zip(optimizer.param_groups, (x, y), strict=True)] == [True, True]
+        assert [
+            group["params"][0] is p for group, p in zip(optimizer.param_groups, (x, y), strict=True)
+        ] == [True, True]
 
 
 def test_large_constants_in_f_do_not_stop_the_run() -> None:
     # The merit is then known to 1e-8 only, far above the paper's slack of 1e-12.
     problem = by_name["sine"]
-    built = BilevelProblem(lambda x, y: problem.f(x, y) + 1e8, problem.g, problem.upper_set, problem.lower_set)
+    built = BilevelProblem(
+        lambda x, y: problem.f(x, y) + 1e8, problem.g, problem.upper_set, problem.lower_set
+    )
     optimizer = make_ivsp(problem)(groups(*problem.at()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
