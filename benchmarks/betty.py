@@ -1,4 +1,6 @@
-"""Hyper-cleaning by betty: implicit gradients by finite differences ("darts"), which is what it does by default."""
+"""Hyper-cleaning by betty: implicit gradients by finite differences ("darts"), which is what it
+does by default.
+"""
 
 from __future__ import annotations
 

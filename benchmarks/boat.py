@@ -1,4 +1,6 @@
-"""An iteration of our MEHA, V-PBGD and BOME against BOAT's MESO, PGDO and VFO: the same data, network, steps and step sizes."""
+"""An iteration of our MEHA, V-PBGD and BOME against BOAT's MESO, PGDO and VFO: the same data,
+network, steps and step sizes.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def lower_loss(feed: dict[str, Tensor], upper: Weights, lower: nn.Module) -> Ten
 
 
 class Boat:
-    """BOAT's problem for a first-order operator on hyper-cleaning, with plain gradient steps in both levels."""
+    """BOAT's problem for a first-order operator on hyper-cleaning, with plain gradient steps in
+    both levels.
+    """
 
     def __init__(
         self, task: Task, operator: str, settings: dict[str, Any], lower_steps: int = 1
@@ -90,12 +94,14 @@ class Boat:
 
 
 def compare(size: Size, operator: str, whole: bool = False) -> tuple[float, float]:
-    """Return how many times as long BOAT takes per iteration: as it is run, and its operator without what it logs.
+    """Return how many times as long BOAT takes per iteration: as it is run, and its operator
+    without what it logs.
 
     Args:
         size: The size.
         operator: BOAT's.
-        whole: Whether our g is one function, which BOAT's is, instead of a declared part that depends on y alone.
+        whole: Whether our g is one function, which BOAT's is, instead of a declared part that
+            depends on y alone.
     """
     name, changes, settings = PAIRS[operator]
     task = cleaning(size, chosen=solver(f"mnist/{name}", **changes))

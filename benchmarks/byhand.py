@@ -1,4 +1,6 @@
-"""An outer iteration on hyper-cleaning against the same passes written out by hand in plain torch, on flat vectors."""
+"""An outer iteration on hyper-cleaning against the same passes written out by hand in plain torch,
+on flat vectors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MEHA = {"alpha": 9.0, "beta": 0.5, "eta": 0.05, "gamma": 5.0, "c": 0.2}
 
 
 class ByHand:
-    """Hyper-cleaning with torch alone: MEHA's updates, and the evaluations of IVSP without its arithmetic."""
+    """Hyper-cleaning with torch alone: MEHA's updates, and the evaluations of IVSP without its
+    arithmetic.
+    """
 
     def __init__(
         self, y: list[Tensor], upper: tuple[Tensor, ...], lower: tuple[Tensor, ...]

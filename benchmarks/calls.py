@@ -12,8 +12,9 @@ from torch import Tensor
 from benchmarks.results import Row, Section
 from benchmarks.tasks import Size, cleaning, solver
 
-# Besides the inner steps: IVSP one of f and a gap per trial; MEHA and PNGBiO 6, of which one is saved where f has no x, as here;
-# T steps and one of f and a gap; F2SA per inner step one of z, one of f and one of y, and then a gap.
+# Besides the inner steps: IVSP one of f and a gap per trial; MEHA and PNGBiO 6, of which one is
+# saved where f has no x, as here; T steps and one of f and a gap; F2SA per inner step one of z, one
+# of f and one of y, and then a gap.
 NEEDED = {"ivsp": 3, "meha": 5, "pngbio": 5, "slm": 3, "f2sa": 2, "vpbgd": 3, "bome": 3}
 
 

@@ -1,7 +1,8 @@
-"""Few-shot learning at the paper's width: chunks of episodes against one batch, and an inner iteration against the features.
+"""Few-shot learning at the paper's width: chunks of episodes against one batch, and an inner
+iteration against the features.
 
-10-way 1-shot with 5 queries, 64 channels, 28 x 28 pixels (random: only their size matters for time).
-"""
+10-way 1-shot with 5 queries, 64 channels, 28 x 28 pixels (random: only their size matters for
+time)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""IVSP with no arguments, on every task of the library and on thirty random problems, next to the paper's settings.
+"""IVSP with no arguments, on every task of the library and on thirty random problems, next to the
+paper's settings.
 
-A task is run for an optimisation time; what is printed is f over its start at its worst, the KKT residual at the start and at
-the end, the time to a validation loss of 0.01, and what the module logs. A random problem counts as solved once its residuals,
-relative to |grad f|, |g| and |f| at the start, are all at most 1e-2; at most 2,000 outer iterations.
+A task is run for an optimisation time; what is printed is f over its start at its worst, the KKT
+residual at the start and at the end, the time to a validation loss of 0.01, and what the module
+logs. A random problem counts as solved once its residuals, relative to |grad f|, |g| and |f| at the
+start, are all at most 1e-2; at most 2,000 outer iterations.
 
 Run: python -m benchmarks.defaults [--tasks NAME ...] [--seconds 60] [--no-random]
 """
@@ -29,7 +31,8 @@ from lightning_bilevel.report.reading import advice
 from lightning_bilevel.report.tally import Tally
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-# Name, config, what is changed in the model, how many times the usual seconds, and where the paper's constants are.
+# Name, config, what is changed in the model, how many times the usual seconds, and where the
+# paper's constants are.
 TASKS: dict[str, tuple[str, dict[str, Any], float, str | None]] = {
     "sine-10": ("synthetic", {"n": 10}, 0.1, None),
     "sine-1000": ("synthetic", {}, 0.2, "synthetic"),
@@ -100,9 +103,9 @@ def run(name: str, seconds: float, constants: str | None) -> None:
     )
     worst, last = max(abs(value) for value in values) / abs(values[0]), _kkt(cli.model)
     print(
-        f"{name:<14} {'own choices' if constants is None else 'paper':<12} {len(values):>6} iterations, f {values[0]:.3g} -> "
-        f"{values[-1]:.3g}, worst/start {worst:.2f}, KKT {watch.first:.2g} -> {last:.2g}, "
-        f"0.01 after {watch.target:.1f} s, {metrics}{error}",
+        f"{name:<14} {'own choices' if constants is None else 'paper':<12} {len(values):>6} "
+        f"iterations, f {values[0]:.3g} -> {values[-1]:.3g}, worst/start {worst:.2f}, KKT "
+        f"{watch.first:.2g} -> {last:.2g}, 0.01 after {watch.target:.1f} s, {metrics}{error}",
         flush=True,
     )
 

@@ -42,7 +42,8 @@ def ratios(axis: Any, section: Section) -> None:
 def losses(axis: Any, section: Section) -> None:
     for number, curve in enumerate(section.curves):
         mine = curve.name == "IVSP"
-        # Ten colours for more curves than that: those of other libraries, whose names have two words, are dashed.
+        # Ten colours for more curves than that: those of other libraries, whose names have two
+        # words, are dashed.
         style = "--" if " " in curve.name else "-"
         colour = OURS if mine else f"C{number % 10}"
         axis.loglog(

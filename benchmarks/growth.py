@@ -1,8 +1,9 @@
 """How time and memory of an outer iteration of IVSP grow with coordinates, samples and episodes.
 
-The exponent is fitted at the upper end, over the last sizes. Every iteration does the same work (one trial, one inner step), so
-that what grows is the cost of it and not the number of steps. Vectors of tens of megabytes are memory that the system hands out
-page by page: coordinates are measured with torch's large pages as well, THP_MEM_ALLOC_ENABLE=1, in processes of their own.
+The exponent is fitted at the upper end, over the last sizes. Every iteration does the same work
+(one trial, one inner step), so that what grows is the cost of it and not the number of steps.
+Vectors of tens of megabytes are memory that the system hands out page by page: coordinates are
+measured with torch's large pages as well, THP_MEM_ALLOC_ENABLE=1, in processes of their own.
 
 Run: python -m benchmarks.growth ROUNDS SIZE ..., which is the coordinates' part.
 """
@@ -26,7 +27,8 @@ from benchmarks.results import Curve, Row, Section
 from benchmarks.tasks import Size, Task, cleaning, few_shot, solver, synthetic
 from benchmarks.timing import exponent, in_turns
 
-# A coarse accuracy stops the inner loop after its first step; a fixed curvature accepts the first trial.
+# A coarse accuracy stops the inner loop after its first step; a fixed curvature accepts the first
+# trial.
 SAME_WORK: dict[str, Any] = {"zeta_bar": 1e30, "fixed_L": 1e12}
 LAST = 3
 
@@ -62,7 +64,9 @@ def evaluations(n: int, rounds: int) -> float:
 
 
 def coordinates(counts: Sequence[int], rounds: int) -> dict[str, list[float]]:
-    """Return times and peaks of the synthetic problem, and the times of its evaluations of f and g alone."""
+    """Return times and peaks of the synthetic problem, and the times of its evaluations of f and g
+    alone.
+    """
     chosen = solver("synthetic/ivsp", **SAME_WORK)
     times, peaks = measure(lambda n: synthetic(Size(n=n), chosen), counts, rounds)
     return {"times": times, "peaks": peaks, "evaluations": [evaluations(n, rounds) for n in counts]}

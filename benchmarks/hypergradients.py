@@ -1,4 +1,6 @@
-"""Hyper-cleaning by hypergradients, as higher and TorchOpt offer them: x takes Adam's steps, y is what steps on g have left."""
+"""Hyper-cleaning by hypergradients, as higher and TorchOpt offer them: x takes Adam's steps, y is
+what steps on g have left.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from benchmarks.tasks import Task
 
 
 class Hypergradient:
-    """An outer iteration: some gradient steps on g from where y was, and a step of x along the gradient of f through them.
+    """An outer iteration: some gradient steps on g from where y was, and a step of x along the
+    gradient of f through them.
 
     Args:
         task: Hyper-cleaning.

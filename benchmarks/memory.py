@@ -1,8 +1,9 @@
-"""The memory that a method needs: against its inner steps, and for IVSP in multiples of the parameter vectors.
+"""The memory that a method needs: against its inner steps, and for IVSP in multiples of the
+parameter vectors.
 
-Counted are the bytes that torch's allocator hands out while an iteration runs, as its profiler records them: the data and what
-was there before are not part of it, and neither does it depend on what else the process holds.
-"""
+Counted are the bytes that torch's allocator hands out while an iteration runs, as its profiler
+records them: the data and what was there before are not part of it, and neither does it depend on
+what else the process holds."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def ours(size: Size, name: str, steps: int) -> Callable[[], object]:
 
 
 def ivsp(size: Size, steps: int) -> Callable[[], object]:
-    """Return Moreau evaluations of that many inner steps: an accuracy that is not reached, and the cap."""
+    """Return Moreau evaluations of that many inner steps: an accuracy that is not reached, and the
+    cap.
+    """
     from lightning_bilevel.core.errors import InnerLoopError
     from lightning_bilevel.core.moreau import Envelope, evaluate_gap
     from lightning_bilevel.core.prox import inexact_prox
@@ -135,7 +138,9 @@ def curves(size: Size) -> Iterator[tuple[Curve, str | None]]:
 
 
 def vectors(n: int) -> float:
-    """Return the peak of an iteration of IVSP with all it keeps, the parameters included, in multiples of the vector (x, y)."""
+    """Return the peak of an iteration of IVSP with all it keeps, the parameters included, in
+    multiples of the vector (x, y).
+    """
     problem = BilevelProblem(
         upper=lambda x, y: ((x - 2) ** 2).sum() + ((y - 4) ** 2).sum(),
         lower=lambda x, y: torch.sin(x + y - 2).sum(),

@@ -1,8 +1,9 @@
-"""What the monitors cost on hyper-cleaning of MNIST, all of them on at their default intervals, as a share of one run's time.
+"""What the monitors cost on hyper-cleaning of MNIST, all of them on at their default intervals, as
+a share of one run's time.
 
-Every hook of every monitor is timed where the Trainer calls it, within one `lightning-bilevel fit` of configs/mnist/ivsp.yaml, by
-the time of this process alone: a machine that others use does not lengthen it.
-"""
+Every hook of every monitor is timed where the Trainer calls it, within one `lightning-bilevel fit`
+of configs/mnist/ivsp.yaml, by the time of this process alone: a machine that others use does not
+lengthen it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `Trainer.fit` costs over a bare loop of `optimizer.step(problem=...)`, and what a step costs besides oracle calls."""
+"""What `Trainer.fit` costs over a bare loop of `optimizer.step(problem=...)`, and what a step costs
+besides oracle calls.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Stopwatch:
 
 
 def arithmetic(task: Task) -> float:
-    """Return the median share of an iteration that is not spent in evaluations of f and g, in per cent."""
+    """Return the median share of an iteration that is not spent in evaluations of f and g, in per
+    cent.
+    """
     solver, problem = task.alone()
     watch, shares = Stopwatch(problem), []
     for _ in range(task.steps):
@@ -103,7 +107,8 @@ def run(size: Size) -> Section:
             small = task.name == "synthetic"
             fits, loops = [], []
             for _ in range(size.rounds):
-                # Each fit between two bare loops: a machine that others use is slower at one time than at another.
+                # Each fit between two bare loops: a machine that others use is slower at one time
+                # than at another.
                 before, fit, after = bare(task), fitted(task, folder), bare(task)
                 fits.append(fit)
                 loops.append((before + after) / 2)

@@ -1,4 +1,5 @@
-"""Two processes with one thread each against one process with two threads, on hyper-cleaning of MNIST.
+"""Two processes with one thread each against one process with two threads, on hyper-cleaning of
+MNIST.
 
 Run: python -m benchmarks.processes COUNT SAMPLES STEPS, which is one side of the comparison.
 """

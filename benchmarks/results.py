@@ -1,4 +1,6 @@
-"""What a benchmark found: rows with their targets, curves for the figure, and the files that both are written to."""
+"""What a benchmark found: rows with their targets, curves for the figure, and the files that both
+are written to.
+"""
 
 from __future__ import annotations
 

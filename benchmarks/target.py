@@ -1,7 +1,8 @@
-"""The optimisation time to a validation loss of 0.1 and of 0.01 on hyper-cleaning of MNIST: our methods and other libraries.
+"""The optimisation time to a validation loss of 0.1 and of 0.01 on hyper-cleaning of MNIST: our
+methods and other libraries.
 
-Only the steps count as time; the loss is evaluated after each of them. Every method has the best of its four settings in
-examples/grids/mnist_target.yaml, which stands first; IVSP's are the paper's.
+Only the steps count as time; the loss is evaluated after each of them. Every method has the best of
+its four settings in examples/grids/mnist_target.yaml, which stands first; IVSP's are the paper's.
 
 Run: python -m benchmarks.target, which finds the best settings of each method.
 """
@@ -66,7 +67,9 @@ def contender(
 
 
 def descent(name: str, settings: dict[str, Any], size: Size) -> Curve:
-    """Return the validation loss against the optimisation time, up to the last target or the end of the time."""
+    """Return the validation loss against the optimisation time, up to the last target or the end of
+    the time.
+    """
     task, network, step = contender(name, settings, size)
     images, labels = task.data.upper[:2]
     spent, curve = 0.0, Curve(name, [], [])
@@ -91,7 +94,9 @@ def time_to(curve: Curve, target: float) -> float | None:
 
 
 def last(curve: Curve) -> float:
-    """Return the loss that a run has come to in the end: one that was good before it diverged is not."""
+    """Return the loss that a run has come to in the end: one that was good before it diverged is
+    not.
+    """
     return curve.ys[-1] if curve.ys else math.inf
 
 
@@ -123,7 +128,9 @@ def run(size: Size) -> Section:
 
 
 def verdicts(curves: list[Curve], limit: float) -> list[Row]:
-    """Compare IVSP with the fastest of all others; who did not reach a target is taken to need all the time at least."""
+    """Compare IVSP with the fastest of all others; who did not reach a target is taken to need all
+    the time at least.
+    """
     rows = []
     ours = next(curve for curve in curves if curve.name == "IVSP")
     rivals = [curve for curve in curves if " " in curve.name]

@@ -1,4 +1,6 @@
-"""Times that can be compared although others use the machine: the sides of a comparison take turns, and medians are taken."""
+"""Times that can be compared although others use the machine: the sides of a comparison take turns,
+and medians are taken.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def seconds(work: Work) -> float:
 
 
 def in_turns(sides: Sequence[Work], rounds: int, warm_up: int = 1) -> list[list[float]]:
-    """Return what each side took in each round, in which every side has one turn; the first rounds are not counted."""
+    """Return what each side took in each round, in which every side has one turn; the first rounds
+    are not counted.
+    """
     took = [[seconds(side) for side in sides] for _ in range(warm_up + rounds)][warm_up:]
     return [list(times) for times in zip(*took, strict=True)]
 
@@ -28,6 +32,8 @@ def ratio(times: Sequence[float], to: Sequence[float]) -> float:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """Return p of the power law cost = c * size^p that fits best, by least squares of the logarithms."""
+    """Return p of the power law cost = c * size^p that fits best, by least squares of the
+    logarithms.
+    """
     xs, ys = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     return statistics.linear_regression(xs, ys).slope

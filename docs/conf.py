@@ -1,4 +1,6 @@
-"""The documentation: pages in Markdown, the reference from the docstrings, formulas without a network."""
+"""The documentation: pages in Markdown, the reference from the docstrings, formulas without a
+network.
+"""
 
 import re
 from typing import Any
@@ -14,7 +16,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
-    "sphinx-mathjax-offline",  # MathJax from the site itself, so that formulas show without a network
+    # MathJax from the site itself, so that formulas show without a network
+    "sphinx-mathjax-offline",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
@@ -38,7 +41,9 @@ html_title = f"lightning-bilevel {__version__}"
 
 
 def escape_norms(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings write a norm as |y - z|, which reStructuredText would take for a substitution; formulas stay as they are."""
+    """Docstrings write a norm as |y - z|, which reStructuredText would take for a substitution;
+    formulas stay as they are.
+    """
     formula = False
     for i, line in enumerate(lines):
         if line.strip():

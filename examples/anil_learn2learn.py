@@ -1,7 +1,7 @@
 """learn2learn's ANIL on the very episodes of a few-shot config, as a yardstick.
 
-ANIL differentiates through ten inner steps of one head that all tasks start from; this library fits a head per task and needs no
-second derivatives. learn2learn installs as docs/learn2learn.md says.
+ANIL differentiates through ten inner steps of one head that all tasks start from; this library fits
+a head per task and needs no second derivatives. learn2learn installs as docs/learn2learn.md says.
 
 Run: python examples/anil_learn2learn.py configs/glyphs/ivsp.yaml --budget 60
 """

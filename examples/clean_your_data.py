@@ -1,6 +1,8 @@
-"""Clean an image folder of your own: which labels are wrong, and a classifier that was not fooled by them.
+"""Clean an image folder of your own: which labels are wrong, and a classifier that was not fooled
+by them.
 
-Here the folder is made from scikit-learn's digits, with half of the training labels wrong; put your own in its place.
+Here the folder is made from scikit-learn's digits, with half of the training labels wrong; put your
+own in its place.
 
 Run: python examples/clean_your_data.py
 """
@@ -104,7 +106,8 @@ def main(short: bool = False, out: Path = Path("suspicious.csv")) -> dict[str, f
         errors[name] = float((classifier(data.test[0]).argmax(1) != data.test[1]).float().mean())
         print(f"test error after training on {name}: {errors[name]:.3f}")
     print(
-        f"{int((~kept).sum())} of {len(kept)} samples lost more than half of their weight; all are in {out}, worst first."
+        f"{int((~kept).sum())} of {len(kept)} samples lost more than half of their weight; all are "
+        f"in {out}, worst first."
     )
     return errors
 

@@ -1,7 +1,9 @@
-"""The weights that hyper-cleaning gives to clean and to corrupted samples, those of lowest weight, and what retraining gains.
+"""The weights that hyper-cleaning gives to clean and to corrupted samples, those of lowest weight,
+and what retraining gains.
 
 Run: python examples/cleaning_figure.py configs/digits/ivsp.yaml --budget 2s --out weights.png
-     python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml --budget 60s --out weights.png
+     python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml --budget 60s --out
+     weights.png
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def main() -> None:
     kept, (clean_images, clean_labels) = weights > 0.25, data.upper  # half of what they start with
     wrong = float(corrupted[~kept].float().mean())
     print(
-        f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of them are wrong."
+        f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of "
+        "them are wrong."
     )
     for name, (some_images, some_labels) in {
         "all noisy data": (images, labels),

@@ -1,7 +1,8 @@
-"""Few-shot learning: features such that a classifier fitted on one example per class tells unseen classes apart.
+"""Few-shot learning: features such that a classifier fitted on one example per class tells unseen
+classes apart.
 
-The upper level is a small Conv-4, the lower level one linear head per training episode. The characters are drawn by the library
-itself, so there is nothing to download.
+The upper level is a small Conv-4, the lower level one linear head per training episode. The
+characters are drawn by the library itself, so there is nothing to download.
 
 Run: python examples/few_shot_glyphs.py
 """
@@ -46,7 +47,8 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
         **sizes,
     )
     data.setup()
-    # As in configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the accelerated inner loop.
+    # As in configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the
+    # accelerated inner loop.
     moreau = {
         "rho": 10.0,
         "sigma": 0.0,
@@ -78,7 +80,8 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
     )
     errors["after"] = query_error(module, data.test)
     print(
-        f"error on the queries of unseen classes: {errors['before']:.3f} before, {errors['after']:.3f} after (chance: 0.8)"
+        f"error on the queries of unseen classes: {errors['before']:.3f} before, "
+        f"{errors['after']:.3f} after (chance: 0.8)"
     )
     module.episode_figure(Episodes(*(tensor[:1] for tensor in data.test))).savefig(out, dpi=160)
     return errors

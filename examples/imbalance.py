@@ -1,7 +1,9 @@
-"""Class-imbalance reweighting: one weight per class, learned so that rare classes are recognised as well.
+"""Class-imbalance reweighting: one weight per class, learned so that rare classes are recognised as
+well.
 
-Five of scikit-learn's ten digits have 120 training samples each, the other five have 4. The upper level is the loss on a small
-balanced validation set, the lower level a linear classifier trained with weighted classes.
+Five of scikit-learn's ten digits have 120 training samples each, the other five have 4. The upper
+level is the loss on a small balanced validation set, the lower level a linear classifier trained
+with weighted classes.
 
 Run: python examples/imbalance.py
 """
@@ -96,7 +98,8 @@ def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, fl
         by_class = [float(wrong[test[1] == digit].mean()) for digit in range(10)]
         errors[name] = sum(by_class) / 10
         print(
-            f"{name}: test error {errors[name]:.3f}, of the rare classes {sum(by_class[5:]) / 5:.3f}"
+            f"{name}: test error {errors[name]:.3f}, of the rare classes "
+            f"{sum(by_class[5:]) / 5:.3f}"
         )
         right.bar([digit + shift for digit in range(10)], by_class, 0.4, label=name)
     right.legend(frameon=False)

@@ -1,7 +1,8 @@
 """A solver of your own in 40 lines: a penalty method with momentum, on the library's contracts.
 
-`advance` does one outer iteration on flat vectors. In return the method runs on every problem and module of the library, is
-logged, certified and compared like the others, and resumes bit for bit, because its state lives in `self.memory`.
+`advance` does one outer iteration on flat vectors. In return the method runs on every problem and
+module of the library, is logged, certified and compared like the others, and resumes bit for bit,
+because its state lives in `self.memory`.
 
 Run: python examples/own_solver.py
 """
@@ -22,7 +23,9 @@ from lightning_bilevel import MEHA, BilevelOptimizer, BilevelProblem, Box, Envel
 
 
 class HeavyBall(BilevelOptimizer):
-    """Steps with momentum on f + penalty * (g(x, y) - g(x, z)), while z follows the lower level by gradient steps."""
+    """Steps with momentum on f + penalty * (g(x, y) - g(x, z)), while z follows the lower level by
+    gradient steps.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,8 @@ class HeavyBall(BilevelOptimizer):
 
 
 def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, float]:
-    # Ridge regression below, its target above; the solution is y = x, and x = a/2 coordinate by coordinate.
+    # Ridge regression below, its target above; the solution is y = x, and x = a/2 coordinate by
+    # coordinate.
     a = torch.linspace(-1, 1, 20, dtype=torch.float64)
     boxes = {"upper_set": Box(-2, 2), "lower_set": Box(-2, 2)}
     problem = BilevelProblem(

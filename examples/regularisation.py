@@ -1,7 +1,9 @@
-"""Learning regularisation: one L2 coefficient per feature of a logistic regression, chosen by validation data.
+"""Learning regularisation: one L2 coefficient per feature of a logistic regression, chosen by
+validation data.
 
-With 60 coefficients there is no grid to search. Half of the features of scikit-learn's breast-cancer data are shuffled copies
-that say nothing about the diagnosis; nobody tells the method which, and it regularises them more.
+With 60 coefficients there is no grid to search. Half of the features of scikit-learn's
+breast-cancer data are shuffled copies that say nothing about the diagnosis; nobody tells the method
+which, and it regularises them more.
 
 Run: python examples/regularisation.py
 """
@@ -20,7 +22,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lightning_bilevel import IVSP, BilevelProblem, Box, solve
 
-UNIT = 10.0  # x is the logarithm of a coefficient in this unit, which makes its steps a hundred times as long (`upper_unit`)
+# x is the logarithm of a coefficient in this unit, which makes its steps a hundred times as long
+# (`upper_unit`)
+UNIT = 10.0
 START = -3.0
 
 
@@ -47,7 +51,8 @@ def main(short: bool = False, out: Path = Path("regularisation.png")) -> dict[st
         upper_set=Box(-6 / UNIT, 1 / UNIT),
         lower_set=Box(-20, 20),
     )
-    # Convex (sigma = 0), so rho may be large. A small delta: where g is flat, a small gradient is still far from the solution.
+    # Convex (sigma = 0), so rho may be large. A small delta: where g is flat, a small gradient is
+    # still far from the solution.
     convex = {
         "rho": 10.0,
         "sigma": 0.0,
@@ -74,7 +79,8 @@ def main(short: bool = False, out: Path = Path("regularisation.png")) -> dict[st
     }
     logs = UNIT * solution.x
     print(
-        f"test loss: {losses}; mean logarithm of real features {logs[:30].mean():.2f}, of shuffled ones {logs[30:].mean():.2f}"
+        f"test loss: {losses}; mean logarithm of real features {logs[:30].mean():.2f}, of shuffled "
+        f"ones {logs[30:].mean():.2f}"
     )
     figure = Figure(figsize=(6, 3), layout="constrained")
     axis = figure.subplots()

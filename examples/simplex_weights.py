@@ -1,8 +1,9 @@
 """Sample weights on the simplex, without labels: which rows of a table can be trusted.
 
-The lower level predicts half of the columns of scikit-learn's breast-cancer measurements from the other half, without the
-diagnosis. A third of the training rows are spoilt: their columns come from different patients. The weights of the rows lie on
-the simplex, a set like any other; the upper level is the prediction error on 100 rows that are known to be good.
+The lower level predicts half of the columns of scikit-learn's breast-cancer measurements from the
+other half, without the diagnosis. A third of the training rows are spoilt: their columns come from
+different patients. The weights of the rows lie on the simplex, a set like any other; the upper
+level is the prediction error on 100 rows that are known to be good.
 
 Run: python examples/simplex_weights.py
 """
@@ -37,7 +38,8 @@ class Trust(IVSPMixin, LightningModule):
         super().__init__()
         self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN, dtype=torch.float64))
         self.model = nn.Linear(15, 15, bias=False, dtype=torch.float64)
-        # Weights are about 1/300: measured in a unit of 0.03, their steps are as long as they can bear.
+        # Weights are about 1/300: measured in a unit of 0.03, their steps are as long as they can
+        # bear.
         self.declare(
             upper=self.weights,
             lower=self.model,
@@ -95,7 +97,8 @@ def main(short: bool = False, out: Path = Path("simplex_weights.png")) -> dict[s
         "weight of the spoilt third": float(weights[spoilt].sum()),
     }
     print(
-        f"{found}; {int((weights == 0).sum())} weights are exactly 0, {int((weights[spoilt] == 0).sum())} of them spoilt"
+        f"{found}; {int((weights == 0).sum())} weights are exactly 0, "
+        f"{int((weights[spoilt] == 0).sum())} of them spoilt"
     )
     figure = Figure(figsize=(6, 3), layout="constrained")
     axis = figure.subplots()

@@ -1,7 +1,8 @@
-"""The sine problem: two functions, a solver, and a certificate; the lower level has infinitely many solutions.
+"""The sine problem: two functions, a solver, and a certificate; the lower level has infinitely many
+solutions.
 
-min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level's solutions are parallel valleys; the best point
-of the best valley is wanted, and the start lies two valleys away.
+min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level's solutions are
+parallel valleys; the best point of the best valley is wanted, and the start lies two valleys away.
 
 Run: python examples/sine.py
 """
@@ -28,7 +29,8 @@ def g(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, float]:
-    # The ten lines. `solve(problem, x, y, solver, max_steps)` is the loop; it is written out here to keep the path.
+    # The ten lines. `solve(problem, x, y, solver, max_steps)` is the loop; it is written out here
+    # to keep the path.
     problem = BilevelProblem(upper=f, lower=g, upper_set=Box(-100, 100), lower_set=Box(-100, 100))
     x, y = (torch.tensor([start], dtype=torch.float64, requires_grad=True) for start in (-6.0, 0.0))
     groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
@@ -52,7 +54,8 @@ def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, floa
 
     valley = 3 * math.pi / 2 + 2  # of the solution: x + y - 2 = -pi/2 + 2 pi
     print(
-        f"x = {x.item():.4f}, y = {y.item():.4f}; for delta to 0 the solution is ({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})"
+        f"x = {x.item():.4f}, y = {y.item():.4f}; for delta to 0 the solution is "
+        f"({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})"
     )
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axis = figure.subplots()

@@ -1,8 +1,9 @@
-"""Choose the settings of each method by its validation loss alone, every method with as many runs and the same time.
+"""Choose the settings of each method by its validation loss alone, every method with as many runs
+and the same time.
 
-A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml` with these arguments changed in
-its solver, or, with a leading dot, in its model. What stands under `common` is laid over every config first, such as another data
-set. The test set is not looked at.
+A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml`
+with these arguments changed in its solver, or, with a leading dot, in its model. What stands under
+`common` is laid over every config first, such as another data set. The test set is not looked at.
 
 Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
      python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s

@@ -11,14 +11,15 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write a file such that whoever is killed or runs out of disk while writing leaves the file that was there before.
+    """Write a file such that whoever is killed or runs out of disk while writing leaves the file
+    that was there before.
 
     Args:
         path: The file.
         content: Its content, or what writes it to an open file.
     """
-    # Beside the file, as a rename within one file system is the step that cannot be half done; a later call writes over what a
-    # killed one has left.
+    # Beside the file, as a rename within one file system is the step that cannot be half done; a
+    # later call writes over what a killed one has left.
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:

@@ -27,7 +27,8 @@ class Solution:
     Attributes:
         x: The upper-level variables.
         y: The lower-level variables.
-        certificate: The KKT residuals there; None if neither the solver nor the call named an envelope.
+        certificate: The KKT residuals there; None if neither the solver nor the call named an
+            envelope.
         history: The record of every outer iteration.
         tally: What was counted over them.
     """
@@ -64,7 +65,8 @@ def solve(
         problem: f, g and the sets.
         x0: The start of the upper level, a flat vector.
         y0: The start of the lower level, a flat vector.
-        solver: What makes the solver from parameter groups, such as ``functools.partial(IVSP, rho=0.5)``.
+        solver: What makes the solver from parameter groups, such as ``functools.partial(IVSP,
+            rho=0.5)``.
         max_steps: Outer iterations.
         envelope: The Moreau envelope of the certificate; None is the solver's own.
         tolerance: The accuracy of the certificate's proximal point.
@@ -89,7 +91,8 @@ def solve(
         raise ValueError(f"`solve(max_steps={max_steps})` must be at least 1.")
     if tolerance is not None and not tolerance > 0:
         raise ValueError(
-            f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably."
+            f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows "
+            "comfortably."
         )
     x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
     optimizer = _made(
@@ -126,7 +129,8 @@ def _made(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
     if not isinstance(made, BilevelOptimizer):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
-            f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: {rule}"
+            f"`solve(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: "
+            f"{rule}"
         )
     return made
 

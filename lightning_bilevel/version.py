@@ -1,4 +1,6 @@
-"""The version, in this one place: the package, the wheel, the documentation and ``--version`` read it from here."""
+"""The version, in this one place: the package, the wheel, the documentation and ``--version`` read
+it from here.
+"""
 
 __all__ = ["__version__"]
 

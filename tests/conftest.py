@@ -1,4 +1,6 @@
-"""How the tests run: in parallel where that pays, on one thread each, seeded; and what runs only when it is asked for."""
+"""How the tests run: in parallel where that pays, on one thread each, seeded; and what runs only
+when it is asked for.
+"""
 
 import os
 from collections.abc import Iterator
@@ -20,10 +22,11 @@ MOST_PROCESSES = 8  # each takes 1 GB
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give a folder, or all of them, a process per core; a file, a test or a debugger is faster, or only works, without.
+    """Give a folder, or all of them, a process per core; a file, a test or a debugger is faster, or
+    only works, without.
 
-    Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n` and `--dist` still count.
-    """
+    Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n`
+    and `--dist` still count."""
     options = config.option
     if (
         hasattr(config, "workerinput")

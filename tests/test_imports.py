@@ -85,7 +85,9 @@ PUBLIC = [
 
 @cache
 def imported(module: str, at_top: bool = False) -> set[str]:
-    """The modules that a module imports, anywhere in its text or outside functions only, by full name."""
+    """The modules that a module imports, anywhere in its text or outside functions only, by full
+    name.
+    """
     tree, found = ast.parse(MODULES[module].read_text()), set()
     for node in tree.body if at_top else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -134,7 +136,8 @@ def test_a_folder_imports_only_what_stands_above_it(module: str) -> None:
 def test_mathematics_and_words_need_torch_and_the_standard_library_only(module: str) -> None:
     foreign = {name for name in imported(module) if not name.startswith("lightning_bilevel")}
     allowed = {"torch", *sys.stdlib_module_names}
-    # A figure says what a run did as a table does. What draws it is imported by the function that draws.
+    # A figure says what a run did as a table does. What draws it is imported by the function that
+    # draws.
     drawing = {"matplotlib", "numpy"} if module.split(".")[1] == "report" else set()
     assert {name.split(".")[0] for name in foreign} <= allowed | drawing
     assert {name.split(".")[0] for name in imported(module, at_top=True)}.isdisjoint(drawing)
@@ -176,7 +179,9 @@ def test_no_test_imports_a_test() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """Their names are unique, because pytest imports them by name, and no support is shadowed by what it may import."""
+    """Their names are unique, because pytest imports them by name, and no support is shadowed by
+    what it may import.
+    """
     folders = {
         path.parent.relative_to(ROOT / "tests").as_posix()
         for path in TESTS
@@ -194,7 +199,9 @@ OUTSIDE = sorted(module for module in INSIDE if not module.startswith("lightning
 
 @pytest.mark.parametrize("module", OUTSIDE)
 def test_nobody_outside_the_solvers_reads_their_state(module: str) -> None:
-    """Logs, callbacks and comparisons know the record; those who show a run ask for its progress and hyper-parameters."""
+    """Logs, callbacks and comparisons know the record; those who show a run ask for its progress
+    and hyper-parameters.
+    """
     read = [
         node.attr
         for node in ast.walk(ast.parse(MODULES[module].read_text()))

@@ -1,4 +1,6 @@
-"""What README and documentation show is true: Python snippets run, commands parse, links lead somewhere."""
+"""What README and documentation show is true: Python snippets run, commands parse, links lead
+somewhere.
+"""
 
 from __future__ import annotations
 

@@ -229,7 +229,9 @@ def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_the_certificate_knows_the_start_in_the_sets() -> None:
-    """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y inwards, 2 - 0."""
+    """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y
+    inwards, 2 - 0.
+    """
     problem = BilevelProblem(
         lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
         lambda x, y: ((y - x) ** 2).sum() / 2,

@@ -28,13 +28,14 @@ __all__ = ["CertificateReport", "as_text"]
 class CertificateReport(Callback):
     """Evaluates the certificate when fit ends, and says in plain words what it means.
 
-    It is printed as a table with its reading and advice, stands in ``trainer.callback_metrics`` and with the loggers (in
-    TensorBoard as text, and as a line of the HParams table), and is saved as ``certificate.json`` in the folder of the
-    checkpoints; where there are none, in that of the logs; without a logger, in the Trainer's ``default_root_dir``.
+    It is printed as a table with its reading and advice, stands in ``trainer.callback_metrics`` and
+    with the loggers (in TensorBoard as text, and as a line of the HParams table), and is saved as
+    ``certificate.json`` in the folder of the checkpoints; where there are none, in that of the
+    logs; without a logger, in the Trainer's ``default_root_dir``.
 
     Args:
-        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and 1e-5
-            in float32.
+        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
+            1e-9 in float64 and 1e-5 in float32.
 
     Attributes:
         certificate: The certificate, once fit has ended.
@@ -151,7 +152,9 @@ def _metrics(certificate: Certificate) -> dict[str, float]:
 
 
 def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
-    """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of the solver."""
+    """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of
+    the solver.
+    """
     # TensorBoard sorts by name and shows the first few: the bracket puts the method in front.
     return {
         **pl_module.hparams_initial,

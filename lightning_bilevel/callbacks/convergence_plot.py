@@ -25,10 +25,11 @@ _POINTS = 1000
 
 
 class ConvergencePlot(CertificateMonitor):
-    """Draws the run: objective, feasibility, KKT residuals, penalty, cost, and what the module's validation logs.
+    """Draws the run: objective, feasibility, KKT residuals, penalty, cost, and what the module's
+    validation logs.
 
-    The picture is ``convergence.png`` in the folder of the run and "convergence" under TensorBoard's images, at the end and every
-    few minutes.
+    The picture is ``convergence.png`` in the folder of the run and "convergence" under
+    TensorBoard's images, at the end and every few minutes.
 
     Args:
         every_n_minutes: How often it is drawn.

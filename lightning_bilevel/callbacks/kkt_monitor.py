@@ -21,15 +21,17 @@ __all__ = ["KKTMonitor"]
 class KKTMonitor(CertificateMonitor):
     r"""Logs the three KKT residuals, their maximum and the multiplier, and keeps the best point.
 
-    The tags are ``bilevel/kkt_stationarity``, ``bilevel/kkt_feasibility``, ``bilevel/kkt_complementarity``,
-    ``bilevel/kkt_residual`` (the maximum), ``bilevel/kkt_best`` (the smallest maximum so far) and ``bilevel/kkt_multiplier``.
-    What IVSP is proved to find is a good iterate in the second half of a run, not the last one: the best point among those
-    looked at is kept, with the checkpoint too.
+    The tags are ``bilevel/kkt_stationarity``, ``bilevel/kkt_feasibility``,
+    ``bilevel/kkt_complementarity``, ``bilevel/kkt_residual`` (the maximum), ``bilevel/kkt_best``
+    (the smallest maximum so far) and ``bilevel/kkt_multiplier``. What IVSP is proved to find is a
+    good iterate in the second half of a run, not the last one: the best point among those looked at
+    is kept, with the checkpoint too.
 
     Args:
         epsilon: Stop the run when all three residuals are at most that; None never does.
-        restore_best: Write the best point into the module when fit ends, before the certificate is evaluated. A run that is
-            resumed from a checkpoint of that goes on from its last point all the same.
+        restore_best: Write the best point into the module when fit ends, before the certificate is
+            evaluated. A run that is resumed from a checkpoint of that goes on from its last point
+            all the same.
         every_n_steps: Look at every n-th outer iteration.
         every_n_seconds: Look whenever so many seconds have passed.
         share: How much of the optimisation time the looks at validation may add to it, see
@@ -38,7 +40,8 @@ class KKTMonitor(CertificateMonitor):
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
 
     Attributes:
-        best: The best point: iteration, kkt, multiplier, x, y, and the buffers that belong to it. Empty before the first look.
+        best: The best point: iteration, kkt, multiplier, x, y, and the buffers that belong to it.
+            Empty before the first look.
         stopped: Why the run was stopped; empty if it was not.
     """
 
@@ -78,8 +81,8 @@ class KKTMonitor(CertificateMonitor):
             isinstance(c, CertificateReport) for c in callbacks[: callbacks.index(self)]
         ):
             raise MisconfigurationException(
-                "`KKTMonitor(restore_best=True)` comes after `CertificateReport`, which would certify another point than the one "
-                "that fit ends with: name the monitor first."
+                "`KKTMonitor(restore_best=True)` comes after `CertificateReport`, which would "
+                "certify another point than the one that fit ends with: name the monitor first."
             )
 
     @override
@@ -109,8 +112,9 @@ class KKTMonitor(CertificateMonitor):
         if self.epsilon is not None and c.kkt <= self.epsilon and not trainer.should_stop:
             trainer.should_stop = True
             self.stopped = (
-                f"KKTMonitor stopped the run at iteration {iteration}: stationarity {c.stationarity:.2e}, feasibility "
-                f"{c.feasibility:.2e} and complementarity {c.complementarity:.2e} are all at most epsilon = {self.epsilon:g}."
+                f"KKTMonitor stopped the run at iteration {iteration}: stationarity "
+                f"{c.stationarity:.2e}, feasibility {c.feasibility:.2e} and complementarity "
+                f"{c.complementarity:.2e} are all at most epsilon = {self.epsilon:g}."
             )
             rank_zero_info(self.stopped)
             show_text(trainer, "stopped", self.stopped, iteration)

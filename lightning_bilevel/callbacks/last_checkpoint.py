@@ -28,13 +28,15 @@ __all__ = ["LastCheckpoint"]
 class LastCheckpoint(ModelCheckpoint):
     """Saves the run to ``last.ckpt`` every so often, when it ends, and when it is told to end.
 
-    ``trainer.fit(module, ckpt_path="last")`` starts anew where there is no such file and otherwise goes on from it, so a run
-    that was killed needs the same call and nothing else. A run that starts anew in the same folder leaves the file of the other
-    one and writes ``last-v1.ckpt``; the latest is the last.
+    ``trainer.fit(module, ckpt_path="last")`` starts anew where there is no such file and otherwise
+    goes on from it, so a run that was killed needs the same call and nothing else. A run that
+    starts anew in the same folder leaves the file of the other one and writes ``last-v1.ckpt``; the
+    latest is the last.
 
-    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended. A second signal ends the run
-    at once, with the state that was saved before. So does the first one before the first iteration and after the last, where
-    there is no iteration to finish. An error also saves the last point that was reached.
+    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended.
+    A second signal ends the run at once, with the state that was saved before. So does the first
+    one before the first iteration and after the last, where there is no iteration to finish. An
+    error also saves the last point that was reached.
 
     Args:
         dirpath: The folder.
@@ -62,7 +64,8 @@ class LastCheckpoint(ModelCheckpoint):
                     pass
             except OSError as error:
                 raise CheckpointError(
-                    f"no checkpoint can be written to {self.dirpath} ({error}): name another folder."
+                    f"no checkpoint can be written to {self.dirpath} ({error}): name another "
+                    "folder."
                 ) from error
 
     @override
@@ -91,11 +94,12 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_ending(trainer):
-            # Other callbacks may take long in `on_train_end`, which comes before ours: what happens there loses nothing.
+            # Other callbacks may take long in `on_train_end`, which comes before ours: what happens
+            # there loses nothing.
             self._save_if_due(trainer, final=True)
             self._iterating = False
-        # Resumed from here, Lightning counts a batch too many on the loggers' axis of validations: only where there is no other
-        # place.
+        # Resumed from here, Lightning counts a batch too many on the loggers' axis of validations:
+        # only where there is no other place.
         elif trainer.num_training_batches == 1:
             self._save_if_due(trainer)
 
@@ -119,8 +123,9 @@ class LastCheckpoint(ModelCheckpoint):
     ) -> None:
         began, self._saved_at, self._iterating = self._saved_at is not None, None, False
         self._release()
-        # Of a run that has not begun there is nothing to save over what is there. A Ctrl-C may come in the middle of a step, and
-        # another process may be gone: only an error of the solver is sure to come to all of them, and between two points.
+        # Of a run that has not begun there is nothing to save over what is there. A Ctrl-C may come
+        # in the middle of a step, and another process may be gone: only an error of the solver is
+        # sure to come to all of them, and between two points.
         whole = isinstance(exception, Exception) and (
             trainer.world_size == 1 or isinstance(exception, BilevelError)
         )
@@ -160,7 +165,9 @@ class LastCheckpoint(ModelCheckpoint):
         self._saved_at = time.monotonic()
 
     def _listen(self) -> None:
-        """Take SIGINT and SIGTERM over from Lightning, whose own handler waits for the other processes."""
+        """Take SIGINT and SIGTERM over from Lightning, whose own handler waits for the other
+        processes.
+        """
         if not self._handlers and threading.current_thread() is threading.main_thread():
             self._handlers = {
                 number: signal.signal(number, self._receive)
@@ -184,7 +191,9 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def _is_ending(trainer: Any) -> bool:
-    """Tell at the end of an epoch whether the run ends with it; Lightning's own `fit_loop.done` prints and counts as well."""
+    """Tell at the end of an epoch whether the run ends with it; Lightning's own `fit_loop.done`
+    prints and counts as well.
+    """
     steps, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
     limits = ((steps, trainer.max_steps), (epochs, trainer.max_epochs))
     return trainer.should_stop or any(

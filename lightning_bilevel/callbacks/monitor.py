@@ -1,4 +1,6 @@
-"""What the monitors have in common: what they may watch, when they look, and where their numbers go."""
+"""What the monitors have in common: what they may watch, when they look, and where their numbers
+go.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def solver_of(trainer: Trainer) -> BilevelOptimizer:
 
 
 def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers; `self.log` takes milliseconds for the same."""
+    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers; `self.log` takes
+    milliseconds for the same.
+    """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=iteration)
 
 
 def is_underway(trainer: Trainer, pl_module: Any) -> bool:
-    """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or the check before."""
+    """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or
+    the check before.
+    """
     return (
         trainer.state.fn == TrainerFn.FITTING
         and not trainer.sanity_checking
@@ -56,7 +62,9 @@ def is_underway(trainer: Trainer, pl_module: Any) -> bool:
 
 
 def usual_tolerance(trainer: Trainer) -> float:
-    """Return the paper's accuracy of a proximal point, 1e-3; in float64, where the stationarity can be told better, 1e-6."""
+    """Return the paper's accuracy of a proximal point, 1e-3; in float64, where the stationarity can
+    be told better, 1e-6.
+    """
     return 1e-6 if trainer.precision == "64-true" else 1e-3
 
 
@@ -72,7 +80,8 @@ def run_folder(trainer: Trainer) -> Path | None:
 class Monitor(Callback):
     """A callback that watches the solver of a bilevel module.
 
-    What it finds stands in ``trainer.callback_metrics`` until the next iteration starts: there is no number of an earlier one.
+    What it finds stands in ``trainer.callback_metrics`` until the next iteration starts: there is
+    no number of an earlier one.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
@@ -96,16 +105,16 @@ class Monitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, BilevelMixin):
             raise MisconfigurationException(
-                f"`{type(self).__name__}` was given a {type(pl_module).__name__}: it needs a bilevel module, whose solver it "
-                "watches."
+                f"`{type(self).__name__}` was given a {type(pl_module).__name__}: it needs a "
+                "bilevel module, whose solver it watches."
             )
         self._looked = time.monotonic()
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if next(c for c in callbacks if isinstance(c, Monitor)) is self:
             if not trainer.loggers:
                 rank_zero_info(
-                    "There is no logger: what the monitors find is in `trainer.callback_metrics`, and in the certificate at the "
-                    "end."
+                    "There is no logger: what the monitors find is in `trainer.callback_metrics`, "
+                    "and in the certificate at the end."
                 )
             show_layout(trainer, solver_of(trainer))
 
@@ -140,18 +149,20 @@ class Monitor(Callback):
 class CertificateMonitor(Monitor):
     """A monitor that looks at the certificate of the current point.
 
-    It does so at the given intervals, at the end, and with every validation as long as all certificates together have taken
-    no more than a share of the optimisation time. Where another callback (EarlyStopping, ModelCheckpoint) monitors one of its
-    numbers, it looks whenever that callback does, whatever the share. Monitors that look at the same point share one evaluation,
+    It does so at the given intervals, at the end, and with every validation as long as all
+    certificates together have taken no more than a share of the optimisation time. Where another
+    callback (EarlyStopping, ModelCheckpoint) monitors one of its numbers, it looks whenever that
+    callback does, whatever the share. Monitors that look at the same point share one evaluation,
     and none of it counts as optimisation time.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
         every_n_seconds: Look whenever so many seconds have passed.
-        share: How much of the optimisation time the looks at validation may add to it; ``inf`` looks at every validation, 0
-            at the first one only.
-        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-3, as in the paper, and
-            1e-6 in float64, where the stationarity can be told more exactly.
+        share: How much of the optimisation time the looks at validation may add to it; ``inf``
+            looks at every validation, 0 at the first one only.
+        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
+            1e-3, as in the paper, and 1e-6 in float64, where the stationarity can be told more
+            exactly.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
     """
 

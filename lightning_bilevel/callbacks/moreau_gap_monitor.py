@@ -16,15 +16,16 @@ __all__ = ["MoreauGapMonitor"]
 class MoreauGapMonitor(CertificateMonitor):
     r"""Logs how far the lower level is violated, for every solver alike.
 
-    The proximal point z is computed anew, by projected gradient with monotone backtracking from z = y, so the numbers do not
-    depend on what the solver believes:
+    The proximal point z is computed anew, by projected gradient with monotone backtracking from z =
+    y, so the numbers do not depend on what the solver believes:
 
     - ``bilevel/violation``: :math:`[R(x, y)]_+`;
     - ``bilevel/prox_distance``: :math:`\|y - z\|`;
-    - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho\delta/(1 - \rho\sigma)}`, which bounds that distance where
-      :math:`R \le 0`.
+    - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho\delta/(1 - \rho\sigma)}`, which bounds
+      that distance where :math:`R \le 0`.
 
-    When it looks is said by its arguments, see :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
+    When it looks is said by its arguments, see
+    :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
 
     Attributes:
         evaluations: How often it has looked, over all parts of a run that was resumed.

@@ -24,7 +24,8 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 def seconds(duration: Duration) -> float:
     """Read a duration such as ``"1s"``, ``"500ms"``, ``"2m"``, ``"1.5h"``, or a number of seconds.
 
-    What Lightning's ``Timer`` takes is one too: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments.
+    What Lightning's ``Timer`` takes is one too: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its
+    arguments.
 
     Example:
         >>> seconds("2m"), seconds("500ms"), seconds(3)
@@ -47,7 +48,8 @@ def seconds(duration: Duration) -> float:
         value = math.nan
     if not 0.0 < value < math.inf:
         raise ValueError(
-            f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, such as 60s."
+            f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, "
+            "such as 60s."
         )
     return value
 
@@ -55,11 +57,12 @@ def seconds(duration: Duration) -> float:
 class OptimizationBudget(Callback):
     """Stops fit when the solver has spent its time.
 
-    Only the solver's own steps count, inner loops included; loading data, validation, logging and plots do not. The time is
-    part of the solver's state, so it goes on counting after a resume.
+    Only the solver's own steps count, inner loops included; loading data, validation, logging and
+    plots do not. The time is part of the solver's state, so it goes on counting after a resume.
 
     Args:
-        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds; or as Lightning's ``Timer`` takes it.
+        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds; or as
+            Lightning's ``Timer`` takes it.
     """
 
     def __init__(self, budget: Duration) -> None:
@@ -69,8 +72,8 @@ class OptimizationBudget(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, BilevelMixin):
             raise MisconfigurationException(
-                f"`OptimizationBudget` was given a {type(pl_module).__name__}: it needs a bilevel module, whose solver keeps the "
-                "time."
+                f"`OptimizationBudget` was given a {type(pl_module).__name__}: it needs a bilevel "
+                "module, whose solver keeps the time."
             )
 
     @override

@@ -21,18 +21,18 @@ class PenaltyMonitor(Monitor):
     r"""Takes down every update of the penalty, and how long it has been constant.
 
     IVSP strengthens its penalty where :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
-    :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears at once as a point of the
-    series ``bilevel/penalty_at_update``, with the new :math:`\gamma`; the table of updates as text, and
-    ``bilevel/penalty_constant_for`` (iterations since the last one), at the interval. For a method without such a penalty there
-    is nothing to report.
+    :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears
+    at once as a point of the series ``bilevel/penalty_at_update``, with the new :math:`\gamma`; the
+    table of updates as text, and ``bilevel/penalty_constant_for`` (iterations since the last one),
+    at the interval. For a method without such a penalty there is nothing to report.
 
     Args:
         every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
         every_n_seconds: Look whenever so many seconds have passed, too.
 
     Attributes:
-        events: The updates, each with iteration, gamma before and after, residual, threshold (:math:`2 a_\phi \mu`), step, and
-            bound (:math:`c_2 \mu \gamma`).
+        events: The updates, each with iteration, gamma before and after, residual, threshold
+            (:math:`2 a_\phi \mu`), step, and bound (:math:`c_2 \mu \gamma`).
         iteration: The last iteration that was seen.
     """
 
@@ -91,7 +91,9 @@ class PenaltyMonitor(Monitor):
         self.events, self.iteration = state_dict["events"], state_dict["iteration"]
 
     def text(self) -> str:
-        """Return the latest updates as a Markdown table, and what became of the penalty in a sentence."""
+        """Return the latest updates as a Markdown table, and what became of the penalty in a
+        sentence.
+        """
         if not self.events:
             return f"The penalty has not been updated in {self.iteration} iterations."
         rows = [
@@ -100,8 +102,9 @@ class PenaltyMonitor(Monitor):
         ]
         for number, e in list(enumerate(self.events, 1))[-_SHOWN:]:
             rows.append(
-                f"| {number} | {e['iteration']} | {e['before']:.4g} -> {e['after']:.4g} | {e['residual']:.3g} > "
-                f"{e['threshold']:.3g} | {e['step']:.3g} <= {e['bound']:.3g} |"
+                f"| {number} | {e['iteration']} | {e['before']:.4g} -> {e['after']:.4g} | "
+                f"{e['residual']:.3g} > {e['threshold']:.3g} | {e['step']:.3g} <= {e['bound']:.3g} "
+                "|"
             )
         last = f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at iteration {self.last_update}."
         return "\n".join([*rows, "", last])

@@ -17,12 +17,14 @@ __all__ = ["BilevelProgressBar"]
 
 
 class BilevelProgressBar(TQDMProgressBar):
-    """Shows what validation logs, f, the Moreau gap and the penalty of the last step, and the time left of a budget.
+    """Shows what validation logs, f, the Moreau gap and the penalty of the last step, and the time
+    left of a budget.
 
-    Where the solver knows no gap, it is the violation that a monitor found last. The bar is drawn at most four times a second.
+    Where the solver knows no gap, it is the violation that a monitor found last. The bar is drawn
+    at most four times a second.
 
-    Lightning's own bar is drawn at every step, which takes a good part of a millisecond, and shows only what was logged with
-    ``self.log``, which takes more.
+    Lightning's own bar is drawn at every step, which takes a good part of a millisecond, and shows
+    only what was logged with ``self.log``, which takes more.
     """
 
     INTERVAL = 0.25

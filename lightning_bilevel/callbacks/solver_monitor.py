@@ -18,10 +18,12 @@ __all__ = ["SolverMonitor"]
 class SolverMonitor(Monitor):
     r"""Logs the solver's parameters, and what its iterations take, averaged over the interval.
 
-    For every method ``bilevel/mean_inner_iterations`` (per outer iteration, since the last look), ``bilevel/calls_upper``,
-    ``bilevel/calls_lower``, ``bilevel/calls_gap`` and ``bilevel/passes`` (since the start) and ``bilevel/optimization_time``; for
-    IVSP also ``bilevel/smoothing`` (:math:`\mu`), ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature`` (L),
-    ``bilevel/curvature_start`` (the L that the line search started from) and ``bilevel/mean_trials``.
+    For every method ``bilevel/mean_inner_iterations`` (per outer iteration, since the last look),
+    ``bilevel/calls_upper``, ``bilevel/calls_lower``, ``bilevel/calls_gap`` and ``bilevel/passes``
+    (since the start) and ``bilevel/optimization_time``; for IVSP also ``bilevel/smoothing``
+    (:math:`\mu`), ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature`` (L),
+    ``bilevel/curvature_start`` (the L that the line search started from) and
+    ``bilevel/mean_trials``.
 
     Args:
         every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.

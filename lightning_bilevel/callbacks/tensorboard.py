@@ -1,4 +1,6 @@
-"""What TensorBoard shows beside the curves: how they are grouped, hyper-parameters, texts and figures."""
+"""What TensorBoard shows beside the curves: how they are grouped, hyper-parameters, texts and
+figures.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
     for name in NAMES:
         group, title = name.chart
         if title and (solver.penalised or not name.penalised):
-            # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates too.
+            # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates
+            # too.
             groups.setdefault(group, {}).setdefault(title, ["Multiline", []])[1].append(
                 f"^{name.tag}$"
             )

@@ -1,4 +1,6 @@
-"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test``, ``certify`` and ``probe`` run."""
+"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test``,
+``certify`` and ``probe`` run.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class _SaveConfig(SaveConfigCallback):
 
 
 class _Parser(LightningArgumentParser):
-    """Takes the mixin as the class of the model, which Lightning's own takes no class for that is no LightningModule."""
+    """Takes the mixin as the class of the model, which Lightning's own takes no class for that is
+    no LightningModule.
+    """
 
     @override
     def add_lightning_class_args(
@@ -75,11 +79,14 @@ class _Parser(LightningArgumentParser):
 
 
 class BilevelCLI(LightningCLI):
-    """LightningCLI whose model is any bilevel module and whose fit is watched, and ends with the certificate."""
+    """LightningCLI whose model is any bilevel module and whose fit is watched, and ends with the
+    certificate.
+    """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         about = "Solve a bilevel problem. Another command, `lightning-bilevel compare --help`, runs several methods on one task."
-        # An error of parsing is raised, so that the command can say it in one line; the commands have parsers of their own.
+        # An error of parsing is raised, so that the command can say it in one line; the commands
+        # have parsers of their own.
         common = {"exit_on_error": False}
         commands = {} if kwargs.get("run") is False else dict.fromkeys(self.subcommands(), common)
         kwargs["parser_kwargs"] = {
@@ -114,7 +121,9 @@ class BilevelCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Let a file that is no checkpoint be refused by its sentence: Lightning reads it here, before the Trainer does."""
+        """Let a file that is no checkpoint be refused by its sentence: Lightning reads it here,
+        before the Trainer does.
+        """
         try:
             super()._parse_ckpt_path()
         except ArgumentError:
@@ -125,7 +134,8 @@ class BilevelCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # As plain classes: what Lightning knows as a callback, it would add even where the config names another one.
+        # As plain classes: what Lightning knows as a callback, it would add even where the config
+        # names another one.
         parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
         parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
 
@@ -138,8 +148,8 @@ class BilevelCLI(LightningCLI):
         """Return the callbacks of the Trainer, besides its own.
 
         Args:
-            named: Those that the config names. A monitor that is among them is not added; the certificate comes last, of the
-                point that remains.
+            named: Those that the config names. A monitor that is among them is not added; the
+                certificate comes last, of the point that remains.
         """
         # A subclass may have left either out of its parser.
         configured = [self._settings.get(key) for key in ("moreau_gap", "certificate")]

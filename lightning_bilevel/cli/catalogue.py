@@ -1,4 +1,6 @@
-"""The ready configs: which there are, what each needs, and where they lie; ``lightning-bilevel tasks`` lists them."""
+"""The ready configs: which there are, what each needs, and where they lie; ``lightning-bilevel
+tasks`` lists them.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,16 @@ TASKS = (
 
 
 def folder() -> Path:
-    """Return where the ready configs lie: within the package once it is installed, beside it in a checkout."""
+    """Return where the ready configs lie: within the package once it is installed, beside it in a
+    checkout.
+    """
     installed = _HERE / "configs"
     return installed if installed.is_dir() else _HERE.parent / "configs"
 
 
 def ready(path: Path) -> Path:
-    """Return the ready config or folder of configs that a path names, unless there is a file or folder of that name.
+    """Return the ready config or folder of configs that a path names, unless there is a file or
+    folder of that name.
 
     Example:
         >>> ready(Path("synthetic/ivsp")) == folder() / "synthetic" / "ivsp.yaml"
@@ -87,7 +92,8 @@ def ready(path: Path) -> Path:
 
 
 def with_ready_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command with the ready configs that ``--config`` names replaced by their paths.
+    """Return the arguments of a command with the ready configs that ``--config`` names replaced by
+    their paths.
 
     Example:
         >>> with_ready_configs(["fit", "--config", "mine.yaml", "--seed_everything", "1"])

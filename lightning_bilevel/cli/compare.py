@@ -95,7 +95,8 @@ def compare(
     log_spaced: bool = False,
     allow_different_tasks: bool = False,
 ) -> list[MethodResult]:
-    """Run each config for the same optimisation time and write results.csv, summary.md and the figure.
+    """Run each config for the same optimisation time and write results.csv, summary.md and the
+    figure.
 
     Args:
         configs: YAML files of LightningCLI, or folders of them.
@@ -191,23 +192,27 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
     if note.exists():
         if json.loads(note.read_text()) != json.loads(json.dumps(identity)):
             raise ValueError(
-                f"`compare --out {out}`: that folder has another comparison (task, budget or evaluations differ)."
+                f"`compare --out {out}`: that folder has another comparison (task, budget or "
+                "evaluations differ)."
             )
     elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
         raise ValueError(
-            f"`compare --out {out}`: that folder has something else in it; name an empty or a new one."
+            f"`compare --out {out}`: that folder has something else in it; name an empty or a new "
+            "one."
         )
     for config in configs:
         folder = out / config.name
         if (folder / "state.pt").exists() and not (folder / "result.json").exists():
             raise ValueError(
-                f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of lightning-bilevel, and this one "
-                "cannot go on from it; delete it to start that method anew, or name another folder."
+                f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of "
+                "lightning-bilevel, and this one cannot go on from it; delete it to start that "
+                "method anew, or name another folder."
             )
         resolved = folder / "config.yaml"
         if resolved.exists() and resolved.read_text() != config.text:
             raise ValueError(
-                f"`compare --out {out}`: {config.name} was run there with other settings; name another folder."
+                f"`compare --out {out}`: {config.name} was run there with other settings; name "
+                "another folder."
             )
     # The note first: what is killed here is recognised by it.
     out.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,8 @@ class MethodConfig:
     def task(self) -> dict[str, Any]:
         """All that decides data, split and start."""
         values = self.values
-        # Neither the solver nor the unit that it measures a level in changes the problem, and an envelope is for evaluation.
+        # Neither the solver nor the unit that it measures a level in changes the problem, and an
+        # envelope is for evaluation.
         for how in ("solver", "upper_unit", "lower_unit", "envelope"):
             values["model"]["init_args"].pop(how, None)
         return {
@@ -67,8 +68,9 @@ def read_config(path: Path) -> MethodConfig:
     model = parsed.values["model"]
     if not isinstance((model.get("init_args") or {}).get("solver"), dict):
         raise ValueError(
-            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver by the config: give its "
-            "`__init__` an argument `solver: SolverCallable = IVSP`, hand it to `declare`, and name the solver there."
+            f"`compare {path}`: `{model['class_path'].rsplit('.', 1)[-1]}` is not told its solver "
+            "by the config: give its `__init__` an argument `solver: SolverCallable = IVSP`, hand "
+            "it to `declare`, and name the solver there."
         )
     return parsed
 
@@ -79,7 +81,8 @@ def find_configs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ValueError(
-                f"`compare {path}`: there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them."
+                f"`compare {path}`: there is no such file or folder, nor a ready config, as "
+                "`lightning-bilevel tasks` lists them."
             )
         found += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if not found:
@@ -90,7 +93,8 @@ def find_configs(paths: Sequence[Path]) -> list[Path]:
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
         raise ValueError(
-            f"`compare` was given several configs named {', '.join(double)}: each method needs a name of its own."
+            f"`compare` was given several configs named {', '.join(double)}: each method needs a "
+            "name of its own."
         )
     return found
 
@@ -106,6 +110,6 @@ def check_same_task(configs: Sequence[MethodConfig], allowed: bool) -> None:
         ]
         if wrong and not allowed:
             raise ValueError(
-                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The comparison would be unfair; with "
-                "--allow-different-tasks it is made all the same."
+                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The "
+                "comparison would be unfair; with --allow-different-tasks it is made all the same."
             )

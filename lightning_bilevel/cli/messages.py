@@ -1,4 +1,6 @@
-"""What the command line says to a user who got something wrong: a sentence that names the key, and no traceback."""
+"""What the command line says to a user who got something wrong: a sentence that names the key, and
+no traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ __all__ = ["own_error", "parsing_error"]
 
 # Errors that were raised by the code in these folders were raised on purpose.
 _CHECKED = (Path(__file__).parents[1], Path(lightning.__file__).parent)
-# What jsonargparse says around the reason, line by line: the types it tried, the whole value that it was given.
+# What jsonargparse says around the reason, line by line: the types it tried, the whole value that
+# it was given.
 _AROUND = (
     "Does not validate against",
     "Subtypes:",
@@ -30,8 +33,8 @@ _REASONS = 3
 def own_error(error: BaseException | None) -> BaseException | None:
     """Return the error of this package's or Lightning's own behind what was raised.
 
-    jsonargparse wraps what a constructor raises. An error from a user's module is none of these: it keeps its traceback, which
-    shows where it comes from.
+    jsonargparse wraps what a constructor raises. An error from a user's module is none of these: it
+    keeps its traceback, which shows where it comes from.
     """
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -42,7 +45,8 @@ def own_error(error: BaseException | None) -> BaseException | None:
 
 
 def parsing_error(message: str) -> str:
-    """Return the key and the reason from what jsonargparse has to say about a value, which may be a page.
+    """Return the key and the reason from what jsonargparse has to say about a value, which may be a
+    page.
 
     Example:
         >>> parsing_error('''Parser key "model":
@@ -59,7 +63,8 @@ def parsing_error(message: str) -> str:
     keys = re.findall(r'Parser key "([^"]+)"', message)
     reasons = []
     for line in re.split(r"\n\s*Given value", message)[0].splitlines():
-        # A callable's own error follows its type, on the same line; the value that it was given follows the error.
+        # A callable's own error follows its type, on the same line; the value that it was given
+        # follows the error.
         text = re.sub(
             r"^Type .* expects a function or a callable class: ",
             "",
@@ -70,7 +75,8 @@ def parsing_error(message: str) -> str:
         if text and not text.startswith(_AROUND):
             reasons.append(_plain(text))
     kept = list(dict.fromkeys(reasons))
-    # A class may also be given as the path of a file that has its arguments, which is hardly what was meant.
+    # A class may also be given as the path of a file that has its arguments, which is hardly what
+    # was meant.
     kept = [reason for reason in kept if not reason.startswith("Expected a path but")] or kept
     # Where a number may also be None, the value stands apart from the reason.
     given = re.search(

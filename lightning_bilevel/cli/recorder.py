@@ -21,9 +21,10 @@ NEVER = sys.maxsize
 class Recorder(Callback):
     """Evaluates a method when its optimisation time has come to given times.
 
-    A validation belongs to an evaluation, if there are validation data and a ``validation_step``. The Trainer is asked for
-    one at the very iteration, whatever the length of its epochs: it must have been made with ``val_check_interval=NEVER`` and
-    ``check_val_every_n_epoch=None``. The rows are part of a checkpoint, so a run that was interrupted has them when it goes on.
+    A validation belongs to an evaluation, if there are validation data and a ``validation_step``.
+    The Trainer is asked for one at the very iteration, whatever the length of its epochs: it must
+    have been made with ``val_check_interval=NEVER`` and ``check_val_every_n_epoch=None``. The rows
+    are part of a checkpoint, so a run that was interrupted has them when it goes on.
 
     Args:
         times: The times of the evaluations, in seconds of optimisation, in their order.

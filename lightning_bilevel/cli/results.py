@@ -78,7 +78,8 @@ def write_summary(path: Path, results: Sequence[MethodResult], title: str) -> No
     for name in metrics:
         ranked = sorted((f[name], method) for method, f in finals.items() if name in f)
         lines.append(
-            f"- **{name}**: {', '.join(method for _, method in (reversed(ranked) if _rises(name) else ranked))}"
+            f"- **{name}**: "
+            f"{', '.join(method for _, method in (reversed(ranked) if _rises(name) else ranked))}"
         )
     path.write_text("\n".join(lines) + "\n")
 

@@ -1,4 +1,6 @@
-"""A Trainer that also certifies checkpoints and probes problems: what ``certify`` and ``probe`` run."""
+"""A Trainer that also certifies checkpoints and probes problems: what ``certify`` and ``probe``
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from lightning_bilevel.table import table
 
 __all__ = ["WITHOUT_STEPS", "BilevelTrainer"]
 
-# The arguments of a Trainer that restores a run to look at it, and leaves no file. A checkpoint may be of any epoch.
+# The arguments of a Trainer that restores a run to look at it, and leaves no file. A checkpoint may
+# be of any epoch.
 WITHOUT_STEPS: dict[str, Any] = {
     "limit_train_batches": 0,
     "max_epochs": -1,
@@ -50,9 +53,10 @@ class BilevelTrainer(Trainer):
             model: The module that the checkpoint was saved with.
             datamodule: Its data.
             ckpt_path: The checkpoint.
-            tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is 1e-9 in float64 and
-                1e-5 in float32.
-            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and plain values.
+            tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None
+                is 1e-9 in float64 and 1e-5 in float32.
+            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and
+                plain values.
         """
         if ckpt_path is None or not Path(ckpt_path).is_file():
             raise MisconfigurationException(
@@ -64,7 +68,8 @@ class BilevelTrainer(Trainer):
         certificate = model.certify(batch=batch, tolerance=tolerance)
         if certificate is None:
             raise MisconfigurationException(
-                f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in `declare(envelope=...)`."
+                f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in "
+                "`declare(envelope=...)`."
             )
         if self.is_global_zero:
             solver = solver_of(self)
@@ -82,9 +87,11 @@ class BilevelTrainer(Trainer):
         """Print the constants that IVSP would choose for a problem, and why; nothing is trained.
 
         Args:
-            model: The module, with any solver. The relaxation delta is that of its envelope, or 1e-3.
+            model: The module, with any solver. The relaxation delta is that of its envelope, or
+                1e-3.
             datamodule: Its data.
-            ckpt_path: Not used, as constants are chosen at the start of a run; the config that ``fit`` saves has it.
+            ckpt_path: Not used, as constants are chosen at the start of a run; the config that
+                ``fit`` saves has it.
             weights_only: Not used; likewise.
         """
         batch = self._restore(model, datamodule)
@@ -103,11 +110,13 @@ class BilevelTrainer(Trainer):
                 )
             )
             print(
-                f"From {problem.calls.passes} passes of f and g at the start. What the config leaves out, IVSP chooses so."
+                f"From {problem.calls.passes} passes of f and g at the start. What the config "
+                "leaves out, IVSP chooses so."
             )
             if ckpt_path is not None:
                 print(
-                    f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a run."
+                    f"`ckpt_path={ckpt_path}` was not read: constants are chosen at the start of a "
+                    "run."
                 )
         return rows
 
@@ -130,8 +139,8 @@ class BilevelTrainer(Trainer):
         """
         if self.limit_train_batches != 0:
             raise MisconfigurationException(
-                f"`BilevelTrainer(limit_train_batches={self.limit_train_batches})` would train: what only looks is done by a "
-                "`BilevelTrainer(**WITHOUT_STEPS)`."
+                f"`BilevelTrainer(limit_train_batches={self.limit_train_batches})` would train: "
+                "what only looks is done by a `BilevelTrainer(**WITHOUT_STEPS)`."
             )
         with warnings.catch_warnings():
             warnings.filterwarnings(

@@ -1,6 +1,8 @@
-r"""The KKT residuals of the relaxed problem, its multiplier, and the certificate that a run ends with.
+r"""The KKT residuals of the relaxed problem, its multiplier, and the certificate that a run ends
+with.
 
-For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier :math:`\lambda \ge 0`:
+For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier
+:math:`\lambda \ge 0`:
 
 .. math::
     \Phi^s = \operatorname{dist}(0, \nabla f + \lambda \nabla R + N_C(w)), \qquad
@@ -34,7 +36,8 @@ class Certificate:
         feasibility: :math:`\Phi^f`, the violation of the gap constraint.
         complementarity: :math:`\Phi^c`.
         multiplier: :math:`\lambda`.
-        own_multiplier: Whether the solver named the multiplier; otherwise it is the least-squares one.
+        own_multiplier: Whether the solver named the multiplier; otherwise it is the least-squares
+            one.
         residual: R itself, negative where the constraint is slack.
         upper: f.
         lower: g.
@@ -46,8 +49,8 @@ class Certificate:
         sigma: The weak-convexity modulus that was assumed.
         delta: The relaxation.
         tolerance: Up to which the proximal point was computed.
-        held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y absorbs; 0 unless y is on the
-            boundary.
+        held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y
+            absorbs; 0 unless y is on the boundary.
         qualification: Why the constraint qualification (ENNAMCQ) holds, or that this is not known.
         upper_gradient: The norm of the gradient of f.
         lower_gradient: How far y itself is from being stationary for g(x, .).
@@ -55,7 +58,8 @@ class Certificate:
         lower_norm: |y|.
         first_upper_gradient: ``upper_gradient`` where the run started; None if that is not known.
         first_lower_gradient: ``lower_gradient`` where the run started; None if that is not known.
-        evaluated_on: The data that f and g were evaluated on, in words; empty where that goes without saying.
+        evaluated_on: The data that f and g were evaluated on, in words; empty where that goes
+            without saying.
     """
 
     stationarity: float
@@ -140,21 +144,27 @@ def certify(
         x: The upper-level variables, in their set.
         y: The lower-level variables, in theirs.
         envelope: rho, sigma and delta.
-        multiplier: :math:`\lambda` as the solver knows it; None asks for the one that minimises the stationarity.
-        tolerance: Up to which the proximal point is computed; None is what the dtype allows comfortably.
+        multiplier: :math:`\lambda` as the solver knows it; None asks for the one that minimises the
+            stationarity.
+        tolerance: Up to which the proximal point is computed; None is what the dtype allows
+            comfortably.
         qualification: What is known about the constraint qualification, in words.
-        start: The gradients where the run started, as :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns
-            them: the reading compares with them.
-        evaluated_on: The data that ``problem`` holds, in words, where they are not those of the whole run.
+        start: The gradients where the run started, as
+            :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them: the reading
+            compares with them.
+        evaluated_on: The data that ``problem`` holds, in words, where they are not those of the
+            whole run.
     """
     if not isinstance(envelope, Envelope):
         raise TypeError(
-            f"`certify(envelope={envelope!r})` must be an `Envelope`: a solver that chooses rho and sigma for itself has none "
-            "before its first step. Run it first, or give `Envelope(rho=..., sigma=..., delta=...)`."
+            f"`certify(envelope={envelope!r})` must be an `Envelope`: a solver that chooses rho "
+            "and sigma for itself has none before its first step. Run it first, or give "
+            "`Envelope(rho=..., sigma=..., delta=...)`."
         )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(
-            f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows comfortably."
+            f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows "
+            "comfortably."
         )
     x, y = x.detach(), y.detach()
     if tolerance is None:
@@ -193,7 +203,8 @@ def certify(
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
-        # A cone splits a vector into two orthogonal parts (Moreau): what it absorbs and what is left.
+        # A cone splits a vector into two orthogonal parts (Moreau): what it absorbs and what is
+        # left.
         held_share=math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0,
         qualification=qualification,
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
@@ -209,9 +220,10 @@ def certify(
 def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int = 45) -> float:
     r"""Return the :math:`\lambda \ge 0` that minimises the distance :math:`\Phi^s(\lambda)`.
 
-    The distance to a closed convex cone is convex along the line :math:`\nabla f + \lambda \nabla R`, so a golden-section
-    search finds its minimum once doubling has bracketed it. Each round keeps 0.62 of the bracket: 45 leave 4e-10 of it, below
-    which the distances that are compared differ by rounding.
+    The distance to a closed convex cone is convex along the line
+    :math:`\nabla f + \lambda \nabla R`, so a golden-section search finds its minimum once doubling
+    has bracketed it. Each round keeps 0.62 of the bracket: 45 leave 4e-10 of it, below which the
+    distances that are compared differ by rounding.
     """
     high = 1.0
     while stationarity(2 * high) < stationarity(high) and high < 1e12:
@@ -221,7 +233,8 @@ def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = stationarity(left), stationarity(right)
     for _ in range(rounds):
-        # Ties go to the left: where R has no gradient, every multiplier serves and the smallest is meant.
+        # Ties go to the left: where R has no gradient, every multiplier serves and the smallest is
+        # meant.
         if at_left <= at_right:
             high, right, at_right = right, left, at_left
             left = high - ratio * (high - low)

@@ -14,14 +14,16 @@ __all__ = ["Chunks", "as_chunks", "samples_in"]
 
 @dataclass
 class Chunks:
-    """A batch that is evaluated in parts, one after another, because it is larger than memory (or than a cache).
+    """A batch that is evaluated in parts, one after another, because it is larger than memory (or
+    than a cache).
 
-    The losses of a module are means over the samples of what they are given, so the whole is the mean of the parts weighted
-    by their sizes.
+    The losses of a module are means over the samples of what they are given, so the whole is the
+    mean of the parts weighted by their sizes.
 
     Args:
         batches: The parts.
-        weights: The weight of each; None weights each by its number of samples (the length of its first tensor).
+        weights: The weight of each; None weights each by its number of samples (the length of its
+            first tensor).
     """
 
     batches: list[Any]
@@ -32,8 +34,8 @@ class Chunks:
             self.weights is not None and len(self.weights) != len(self.batches)
         ):
             raise ValueError(
-                f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} weights: it needs at least one "
-                "batch, and as many weights."
+                f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} "
+                "weights: it needs at least one batch, and as many weights."
             )
 
     @property
@@ -55,7 +57,9 @@ def samples_in(batch: Any) -> int:
 
 
 def as_chunks(batch: Any) -> Chunks:
-    """Read a batch as chunks: a list that holds no tensor itself is a list of chunks, everything else is one batch."""
+    """Read a batch as chunks: a list that holds no tensor itself is a list of chunks, everything
+    else is one batch.
+    """
     if isinstance(batch, Chunks):
         return batch
     if isinstance(batch, list) and batch and not any(isinstance(part, Tensor) for part in batch):

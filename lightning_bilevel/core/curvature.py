@@ -1,7 +1,7 @@
 r"""What a few gradients tell about a problem: the curvature of f and g around a point.
 
-A symmetric H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`, and repeating
-:math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
+A symmetric H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`, and
+repeating :math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["coupling", "lower_curvature", "upper_curvature"]
 
 
 def lower_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10) -> float:
-    r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, by power iteration at y.
+    r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, by power
+    iteration at y.
 
     Each step is one gradient of g. All points lie in Y.
     """
@@ -29,7 +30,9 @@ def lower_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 
 
 
 def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 4) -> float:
-    r"""Estimate the Lipschitz constant of :math:`\nabla f` by power iteration at (x, y); each step is one pass of f."""
+    r"""Estimate the Lipschitz constant of :math:`\nabla f` by power iteration at (x, y); each step
+    is one pass of f.
+    """
 
     def gradient(w: Tensor) -> Tensor:
         f = problem.upper(w[: x.numel()], w[x.numel() :])
@@ -40,7 +43,9 @@ def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 
 
 
 def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
-    r"""Estimate :math:`L_{xy}` by :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`; 0 where y = z."""
+    r"""Estimate :math:`L_{xy}` by :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`; 0
+    where y = z.
+    """
     distance = norm(y - z)
     return norm(problem.at(x).gap_x(y, z)[1]) / distance if distance > 0.0 else 0.0
 
@@ -48,11 +53,14 @@ def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
 def _largest(
     gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int
 ) -> float:
-    """The largest |gradient(w + d) - gradient(w)| / |d| that a power iteration meets, with w + d in the set."""
+    """The largest |gradient(w + d) - gradient(w)| / |d| that a power iteration meets, with w + d in
+    the set.
+    """
     start, largest = gradient(w), 0.0
     # A difference of gradients has half of their digits if the points differ in half of theirs.
     length = torch.finfo(w.dtype).eps ** 0.5 * (1.0 + norm(w))
-    # The same direction in every process and every run; the gradient itself is the one that the first step will follow.
+    # The same direction in every process and every run; the gradient itself is the one that the
+    # first step will follow.
     v = (
         torch.randn(w.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
             w
@@ -71,8 +79,8 @@ def _largest(
         except NonFiniteError:
             break
         largest = max(largest, norm(v) / distance)
-    # A difference of gradients is known to half of their digits, which depend on the order of a sum. Eight bits are what an
-    # estimate is worth, and the same in several processes as in one.
+    # A difference of gradients is known to half of their digits, which depend on the order of a
+    # sum. Eight bits are what an estimate is worth, and the same in several processes as in one.
     mantissa, exponent = math.frexp(largest)
     return math.ldexp(round(mantissa * 256), exponent - 8)
 

@@ -1,4 +1,6 @@
-"""What a batch is made of: tensors and other leaves in dicts, lists, tuples, named tuples and dataclasses."""
+"""What a batch is made of: tensors and other leaves in dicts, lists, tuples, named tuples and
+dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ __all__ = ["leaves", "map_tensors", "tensors"]
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of a batch in order, and the keys of its dicts, which tell one batch from another too.
+    """Yield the leaves of a batch in order, and the keys of its dicts, which tell one batch from
+    another too.
 
     Example:
         >>> list(leaves({"a": [1, (2.0, None)]}))
@@ -56,7 +59,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         made: Any = copy.copy(batch)
         for field in fields(batch):
-            # Past `__setattr__`, which a frozen dataclass refuses; not by its constructor, which may want other arguments.
+            # Past `__setattr__`, which a frozen dataclass refuses; not by its constructor, which
+            # may want other arguments.
             object.__setattr__(made, field.name, map_tensors(function, getattr(batch, field.name)))
         return made
     return batch

@@ -102,7 +102,9 @@ class _Point(NamedTuple):
 
 
 class RecentPoints:
-    """The points y that were asked for last, at whatever x, each with outputs(y) and its graph; the newest last."""
+    """The points y that were asked for last, at whatever x, each with outputs(y) and its graph; the
+    newest last.
+    """
 
     def __init__(self) -> None:
         self._points: list[_Point] = []
@@ -112,7 +114,8 @@ class RecentPoints:
         found = next((point for point in self._points if point.stamp.is_still(y)), None)
         if outputs is None or (found is None and not remember):
             return _Point(Stamp(y), leaf(y))
-        # Two points are what a gap needs; the older one goes before a new one is made, so that there are never three graphs.
+        # Two points are what a gap needs; the older one goes before a new one is made, so that
+        # there are never three graphs.
         self._points = [point for point in self._points if point is not found][-1:]
         if found is None:
             made = leaf(y)
@@ -144,10 +147,11 @@ class LowerLevel:
         self._terms = terms
         self._passes = passes
         self._recent = recent
-        # With several chunks no outputs are shared: the graphs of all chunks together are what does not fit into memory.
+        # With several chunks no outputs are shared: the graphs of all chunks together are what does
+        # not fit into memory.
         self._outputs = terms[0].outputs if len(terms) == 1 else None
-        # Features with their graph, for the first gap; with several chunks they are computed again chunk by chunk, for the
-        # same reason.
+        # Features with their graph, for the first gap; with several chunks they are computed again
+        # chunk by chunk, for the same reason.
         self._graph: Any = None
         self._features: list[Any]
         # A point whose gradient was to be kept, and the gradient.
@@ -171,7 +175,9 @@ class LowerLevel:
         return self._passes.value("g", self._at(self._point(z)), (self.x, z))
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
-        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow, which needs it."""
+        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow,
+        which needs it.
+        """
         return self.value_and_gradient(z, keep)[1]
 
     def value_and_gradient(self, z: Tensor, keep: bool = False) -> tuple[float, Tensor]:
@@ -189,7 +195,9 @@ class LowerLevel:
         return value, slope
 
     def gap(self, y: Tensor, z: Tensor) -> Gap:
-        """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one backward pass."""
+        """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one
+        backward pass.
+        """
         point = self._point(y)
         if self._kept is not None and self._kept[0].is_still(y):
             # The gradient in y is known, so the backward pass goes to x only.

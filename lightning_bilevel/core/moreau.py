@@ -4,8 +4,8 @@ r"""The Moreau envelope of the lower level, evaluated inexactly, and the gap tha
     \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2, \qquad g_\rho(x, y) = \min_{z \in Y} \psi(z; x, y), \qquad
     R(x, y) = g(x, y) - g_\rho(x, y) - \delta
 
-R <= 0 relaxes the lower-level condition: y is then nearly stationary for g(x, .). With g(x, .) sigma-weakly convex and
-rho * sigma < 1, psi is strongly convex and its minimiser z is unique.
+R <= 0 relaxes the lower-level condition: y is then nearly stationary for g(x, .). With g(x, .)
+sigma-weakly convex and rho * sigma < 1, psi is strongly convex and its minimiser z is unique.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Envelope:
 
     Attributes:
         rho: :math:`\rho > 0`, the proximal parameter.
-        sigma: :math:`\sigma \ge 0`, the weak-convexity modulus of g(x, .), with :math:`\rho\sigma < 1`.
+        sigma: :math:`\sigma \ge 0`, the weak-convexity modulus of g(x, .), with
+            :math:`\rho\sigma < 1`.
         delta: :math:`\delta > 0`, the relaxation of the gap.
     """
 
@@ -44,7 +45,8 @@ class Envelope:
             raise ValueError(
                 f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level)."
             )
-        # Where rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the product is below 1.
+        # Where rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the
+        # product is below 1.
         if self.rho * self.sigma >= 1.0 or self.modulus <= 0.0:
             raise ValueError(
                 f"`rho={self.rho}` must be smaller than 1/sigma = {1 / self.sigma:g}: "
@@ -58,12 +60,16 @@ class Envelope:
 
     @property
     def distance_bound(self) -> float:
-        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, which bounds |y - z| at a point with R <= 0."""
+        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, which bounds |y - z| at a point with R <=
+        0.
+        """
         return math.sqrt(2 * self.rho * self.delta / (1 - self.rho * self.sigma))
 
     @property
     def stationarity_bound(self) -> float:
-        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`: z is that nearly stationary for g(x, .) where R <= 0."""
+        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`: z is that nearly stationary for g(x, .)
+        where R <= 0.
+        """
         return self.distance_bound / self.rho
 
 

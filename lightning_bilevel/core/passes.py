@@ -1,4 +1,6 @@
-"""One pass: a function summed over chunks and processes, differentiated once, and refused where a number is not finite."""
+"""One pass: a function summed over chunks and processes, differentiated once, and refused where a
+number is not finite.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,12 @@ class Calls:
 class Passes:
     """The passes of one problem: its sum over the processes, and the count of its evaluations.
 
-    A function is given as terms, one per chunk, which are evaluated and differentiated one after another: the graphs of all
-    chunks together are what does not fit into memory.
+    A function is given as terms, one per chunk, which are evaluated and differentiated one after
+    another: the graphs of all chunks together are what does not fit into memory.
 
     Args:
-        reduce: The sum of a tensor over the processes that share the data; None if there is one process.
+        reduce: The sum of a tensor over the processes that share the data; None if there is one
+            process.
         calls: What has been counted so far; None is nothing.
     """
 
@@ -96,7 +99,9 @@ class Passes:
         *,
         retain: bool = False,
     ) -> tuple[tuple[float, float], Gradients]:
-        """Return the sums of both terms of the pairs, and the gradients of first less second, by one backward pass."""
+        """Return the sums of both terms of the pairs, and the gradients of first less second, by
+        one backward pass.
+        """
         (first, second), grads = self._sum(name, pairs, torch.sub, inputs, retain)
         return (first, second), grads
 
@@ -138,8 +143,11 @@ class Passes:
 def _sum_over_processes(
     reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: tuple[Tensor, ...]
 ) -> tuple[list[float], Gradients]:
-    """Sum values and gradients over the processes, all of them in one buffer: a collective costs more than its numbers."""
-    # A process whose part does not depend on an input takes part with zeros; the flags tell whether any part does.
+    """Sum values and gradients over the processes, all of them in one buffer: a collective costs
+    more than its numbers.
+    """
+    # A process whose part does not depend on an input takes part with zeros; the flags tell whether
+    # any part does.
     flags = inputs[0].new_tensor([grad is not None for grad in grads], dtype=torch.float64)
     parts = [
         v.new_zeros(v.numel()) if grad is None else grad
@@ -176,8 +184,9 @@ def coupled(name: str, grad: Tensor | None) -> Tensor:
     """Return the gradient in y, on which both functions have to depend."""
     if grad is None:
         raise ValueError(
-            f"{NAMES[name]} does not depend on the lower-level variables y: a bilevel problem needs both functions to. "
-            "Look for a `detach()` or a `no_grad()` in it, or for parameters that were declared at the wrong level."
+            f"{NAMES[name]} does not depend on the lower-level variables y: a bilevel problem "
+            "needs both functions to. Look for a `detach()` or a `no_grad()` in it, or for "
+            "parameters that were declared at the wrong level."
         )
     return grad
 
@@ -202,7 +211,8 @@ def _check_scalar(name: str, value: object) -> None:
             else f"a {type(value).__name__}"
         )
         raise TypeError(
-            f"{NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a sum."
+            f"{NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a "
+            "sum."
         )
 
 
@@ -213,7 +223,8 @@ def _check_finite(
     grads: Sequence[Tensor | None],
     inputs: tuple[Tensor, ...],
 ) -> None:
-    # x - x is 0 for a finite number and NaN otherwise: one test for all of them. A gradient whose sum is finite is finite.
+    # x - x is 0 for a finite number and NaN otherwise: one test for all of them. A gradient whose
+    # sum is finite is finite.
     if sum(v - v for v in (*values, *sums)) == 0.0:
         return
     wrong = next((f"value {v}" for v in values if v - v != 0.0), None)
@@ -223,5 +234,6 @@ def _check_finite(
         wrong = "gradient with NaN or infinite entries"
     sizes = ", ".join(f"{norm(v.detach()):.3g}" for v in inputs)
     raise NonFiniteError(
-        f"{NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} {sizes}."
+        f"{NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} "
+        f"{sizes}."
     )

@@ -2,8 +2,8 @@ r"""The bilevel problem as a first-order oracle over flat vectors.
 
 .. math:: \min_{x \in X,\, y \in Y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_{u \in Y} g(x, u)
 
-Every method of the library sees the problem through three evaluations, each one pass: f with its gradients, the gradient of
-g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
+Every method of the library sees the problem through three evaluations, each one pass: f with its
+gradients, the gradient of g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ class Upper(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """How large the gradients are where a run starts: plain numbers, so that a checkpoint can hold them.
+    """How large the gradients are where a run starts: plain numbers, so that a checkpoint can hold
+    them.
 
     Attributes:
         upper_gradient: The norm of the gradient of f in x and y.
-        lower_gradient: How far y is from being stationary for g(x, .): the distance of 0 to the gradient plus the normal cone.
+        lower_gradient: How far y is from being stationary for g(x, .): the distance of 0 to the
+            gradient plus the normal cone.
     """
 
     upper_gradient: float
@@ -65,16 +67,19 @@ class BilevelProblem:
     r"""f and g as functions of flat vectors, with the sets that x and y live in.
 
     Args:
-        upper: f, a function of (x, y) that returns a scalar; or several, which are summed. A full batch larger than memory
-            is such a list, one function per chunk with the chunk's weight in it: chunks are evaluated one after another.
+        upper: f, a function of (x, y) that returns a scalar; or several, which are summed. A full
+            batch larger than memory is such a list, one function per chunk with the chunk's weight
+            in it: chunks are evaluated one after another.
         lower: g, likewise.
         upper_set: X.
         lower_set: Y.
-        features: The part of g that depends on x alone, if there is one: then g(x, y) = ``lower(features(x), y)``, and the
-            features are computed once per x, however many points z follow. One function per chunk of ``lower``.
-        outputs: The part of g that depends on y alone, if there is one: then g(x, y) = ``lower(x, outputs(y))``, and the
-            outputs are computed once for a y that is asked for again, also at another x. One function per chunk of ``lower``;
-            with several chunks nothing is kept. Not together with features.
+        features: The part of g that depends on x alone, if there is one: then g(x, y) =
+            ``lower(features(x), y)``, and the features are computed once per x, however many points
+            z follow. One function per chunk of ``lower``.
+        outputs: The part of g that depends on y alone, if there is one: then g(x, y) = ``lower(x,
+            outputs(y))``, and the outputs are computed once for a y that is asked for again, also
+            at another x. One function per chunk of ``lower``; with several chunks nothing is kept.
+            Not together with features.
         reduce: The sum of a tensor over the processes that share the data, if there are several.
 
     Example:
@@ -105,7 +110,8 @@ class BilevelProblem:
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
             if not isinstance(value, ConvexSet):
                 raise TypeError(
-                    f"`BilevelProblem({name}={value!r})` must have `project` and `normal_cone_distance`."
+                    f"`BilevelProblem({name}={value!r})` must have `project` and "
+                    "`normal_cone_distance`."
                 )
         self.units = (1.0, 1.0)
         self._passes = Passes(reduce)
@@ -164,7 +170,8 @@ class BilevelProblem:
         """Return this process's part of a problem whose data several processes share.
 
         Args:
-            upper: The weight of this process's data in f: its share of all samples, 0 if it has none.
+            upper: The weight of this process's data in f: its share of all samples, 0 if it has
+                none.
             lower: The weight of this process's data in g.
             reduce: The sum of a tensor over the processes.
         """
@@ -181,7 +188,9 @@ class BilevelProblem:
         return part
 
     def mean_over_ranks(self, value: float, like: Tensor) -> float:
-        """Return the mean of a number over the processes, where each has measured its own; ``like`` is on their device."""
+        """Return the mean of a number over the processes, where each has measured its own; ``like``
+        is on their device.
+        """
         if self.reduce is None:
             return value
         total, count = self.reduce(like.new_tensor([value, 1.0], dtype=torch.float64)).tolist()
@@ -196,7 +205,9 @@ class BilevelProblem:
         return Upper(value, or_zeros(grad_x, x), slope)
 
     def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of f in x alone; where f is known not to depend on x, that takes no pass."""
+        """Return the gradient of f in x alone; where f is known not to depend on x, that takes no
+        pass.
+        """
         if self._upper_has_x is False:
             return torch.zeros_like(x)
         x, y = leaf(x), y.detach()
@@ -222,9 +233,10 @@ class BilevelProblem:
         """Return g(x, .) for a fixed x, of which any number of points can be asked.
 
         Args:
-            x: The upper-level variables. As long as they are the same tensor, unchanged, g(x, .) is the one that was returned
-                last, with its features.
-            remember: Whether x may be asked for again. Otherwise nothing of it is kept here, and what was remembered stays.
+            x: The upper-level variables. As long as they are the same tensor, unchanged, g(x, .) is
+                the one that was returned last, with its features.
+            remember: Whether x may be asked for again. Otherwise nothing of it is kept here, and
+                what was remembered stays.
         """
         if self._last is not None and self._last.is_at(x):
             return self._last
@@ -237,7 +249,8 @@ class BilevelProblem:
         return made
 
     def check(self, x: Tensor, y: Tensor) -> Start:
-        """Evaluate f and g twice and refuse a problem whose values differ: a line search would compare different functions.
+        """Evaluate f and g twice and refuse a problem whose values differ: a line search would
+        compare different functions.
 
         Returns:
             How large the gradients are at (x, y).
@@ -255,21 +268,23 @@ class BilevelProblem:
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
         """Evaluate f and g where they were f and g before, and refuse a problem that has changed.
 
-        A change below 30 roundings of the value is not seen: 4e-6 of it in float32, 7e-15 in float64. Nor is randomness that
-        leaves both values as they were, or that begins later.
+        A change below 30 roundings of the value is not seen: 4e-6 of it in float32, 7e-15 in
+        float64. Nor is randomness that leaves both values as they were, or that begins later.
         """
         self.forget()  # what is kept of a point would hide that it changes
         with self.uncounted():
             again = {"f": self.upper(x, y).value, "g": self.at(x, remember=False).value(y)}
         for name, first in (("f", f), ("g", g)):
             second = again[name]
-            # Parallel sums may differ in their last digits between two evaluations, dropout differs in the first ones.
+            # Parallel sums may differ in their last digits between two evaluations, dropout differs
+            # in the first ones.
             if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * max(
                 abs(first), abs(second)
             ):
                 raise BilevelError(
-                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the methods here need a "
-                    "deterministic objective. Switch off dropout and random augmentation, or fix their random numbers."
+                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
+                    "methods here need a deterministic objective. Switch off dropout and random "
+                    "augmentation, or fix their random numbers."
                 )
 
 
@@ -277,7 +292,8 @@ def _functions(name: str, given: Any) -> list[Any]:
     functions = list(given) if isinstance(given, Sequence) else [given]
     if not functions or not all(callable(function) for function in functions):
         raise TypeError(
-            f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of functions."
+            f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of "
+            "functions."
         )
     return functions
 
@@ -289,8 +305,8 @@ def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
         parts[name] = [None] * len(losses) if given is None else _functions(name, given)
         if len(parts[name]) != len(losses):
             raise ValueError(
-                f"`BilevelProblem` was given {len(parts[name])} {name} for {len(losses)} terms of `lower`: "
-                "each term needs its own."
+                f"`BilevelProblem` was given {len(parts[name])} {name} for {len(losses)} terms of "
+                "`lower`: each term needs its own."
             )
     if features is not None and outputs is not None:
         raise ValueError(

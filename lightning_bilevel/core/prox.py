@@ -1,4 +1,5 @@
-r"""The two inner loops that minimise psi: one for solvers, which know constants of g, and one for evaluations, which know none.
+r"""The two inner loops that minimise psi: one for solvers, which know constants of g, and one for
+evaluations, which know none.
 
 .. math:: \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2
 """
@@ -19,14 +20,16 @@ from lightning_bilevel.core.vectors import dot, norm, squared_distance
 
 __all__ = ["inexact_prox", "precise_prox", "projected_step", "slope_of_psi"]
 
-# A projected-gradient residual never grows when the step is right; one that has grown by this much is diverging.
+# A projected-gradient residual never grows when the step is right; one that has grown by this much
+# is diverging.
 _DIVERGED = 10.0
 _MAX_HALVINGS = 60
 # So many iterations without a new smallest residual are looked into.
 _STALLED = 100
 # A gradient is exact up to some tens of roundings of its largest terms.
 _NOISE = 50.0
-# A shorter step keeps clear of points where g is not defined; after so many attempts it is the start that is too near to them.
+# A shorter step keeps clear of points where g is not defined; after so many attempts it is the
+# start that is too near to them.
 _MAX_UNDEFINED = 3
 
 
@@ -43,18 +46,21 @@ def inexact_prox(
     max_inner: int = 10_000,
     accelerated: bool = False,
 ) -> tuple[Tensor, int]:
-    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm 2).
+    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm
+    2).
 
     .. math::
         z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
         \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
 
-    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls while the curvature is above
-    :math:`1/\eta`, says that L_yy is too small for g here: the step is then halved and the loop starts again.
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls
+    while the curvature is above :math:`1/\eta`, says that L_yy is too small for g here: the step is
+    then halved and the loop starts again.
 
     Accelerated, the next iteration starts from :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
-    :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex functions): about the square
-    root of as many iterations where rho L_yy is large. The stopping rule holds from any point, so it is the same.
+    :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex
+    functions): about the square root of as many iterations where rho L_yy is large. The stopping
+    rule holds from any point, so it is the same.
 
     Args:
         lower: g(x, .).
@@ -108,11 +114,13 @@ def inexact_prox(
             z = before = start
             watch = _Watch(y, envelope.rho)
     raise InnerLoopError(
-        f"the inner loop made {done} iterations and its residual is {residual:.3g}, above {tolerance:.3g} "
-        f"(accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If L_yy={L_yy:g} is far larger than the "
-        "curvature of the lower level, make it smaller; if zeta is needlessly small, make `zeta_bar` larger. A lower level with "
-        "a kink near its minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With mini-batches, batch "
-        "normalisation makes g another function at every step: switch it to evaluation, or normalise otherwise."
+        f"the inner loop made {done} iterations and its residual is {residual:.3g}, above "
+        f"{tolerance:.3g} (accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If "
+        f"L_yy={L_yy:g} is far larger than the curvature of the lower level, make it smaller; if "
+        "zeta is needlessly small, make `zeta_bar` larger. A lower level with a kink near its "
+        "minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With "
+        "mini-batches, batch normalisation makes g another function at every step: switch it to "
+        "evaluation, or normalise otherwise."
     )
 
 
@@ -137,7 +145,9 @@ class _Watch:
     def see(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
     ) -> _Verdict:
-        """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient ``direction``."""
+        """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient
+        ``direction``.
+        """
         self.since_best = 0 if residual < self.best else self.since_best + 1
         self.best = min(residual, self.best)
         if self.first is None:
@@ -155,7 +165,9 @@ class _Watch:
     def _look(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
     ) -> _Verdict:
-        """Tell why the residual no longer falls: by rounding (so is the curvature then), or because g is too curved for eta."""
+        """Tell why the residual no longer falls: by rounding (so is the curvature then), or because
+        g is too curved for eta.
+        """
         if residual <= _NOISE * torch.finfo(z.dtype).eps * (
             norm(slope) + norm(z - self.y) / self.rho
         ):
@@ -169,7 +181,9 @@ class _Watch:
 
 
 def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:
-    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`, where ``root`` is :math:`\sqrt{m\eta}`."""
+    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`, where ``root`` is
+    :math:`\sqrt{m\eta}`.
+    """
     return torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
 
 
@@ -182,13 +196,15 @@ def precise_prox(
     tolerance: float = 1e-3,
     max_iterations: int = 20_000,
 ) -> Tensor:
-    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no constant of g.
+    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no
+    constant of g.
 
-    This is the evaluation that every method is measured with: it uses none of a solver's constants. With
-    :math:`d = z^+ - z`, a step :math:`\eta` is kept if
-    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex psi implies
-    :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in rounding near the minimiser. The loop
-    stops when the gradient mapping :math:`\|d\|/\eta` is at most ``tolerance``, or when rounding leaves no more.
+    This is the evaluation that every method is measured with: it uses none of a solver's constants.
+    With :math:`d = z^+ - z`, a step :math:`\eta` is kept if
+    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex
+    psi implies :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in
+    rounding near the minimiser. The loop stops when the gradient mapping :math:`\|d\|/\eta` is at
+    most ``tolerance``, or when rounding leaves no more.
     """
     z, eta = y, rho
     slope = direction = lower.gradient(z)
@@ -207,13 +223,16 @@ def precise_prox(
         else:
             eta /= 2
     raise InnerLoopError(
-        f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and its gradient mapping is "
-        f"{length / eta:.3g}, above the tolerance {tolerance:g}: allow a larger tolerance, or a smaller rho."
+        f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and "
+        f"its gradient mapping is {length / eta:.3g}, above the tolerance {tolerance:g}: allow a "
+        "larger tolerance, or a smaller rho."
     )
 
 
 def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
-    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the first part."""
+    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the
+    first part.
+    """
     # In one vector: memory that is new to the process costs more than arithmetic in it.
     away = torch.sub(z, y)
     return torch.add(slope, away, alpha=1 / rho, out=away)

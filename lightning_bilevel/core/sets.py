@@ -1,8 +1,9 @@
 r"""Convex sets, known to the rest of the library by two operations only.
 
 A set :math:`C` offers its projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` and the distance
-:math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from the normal cone, which is zero exactly where
-:math:`v` satisfies the first-order condition of minimising a function with gradient :math:`d` over :math:`C`.
+:math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from the normal cone, which is
+zero exactly where :math:`v` satisfies the first-order condition of minimising a function with
+gradient :math:`d` over :math:`C`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from lightning_bilevel.core.vectors import dot, norm
 
 __all__ = ["Ball", "Box", "ConvexSet", "Free", "NonNegative", "Product", "Scaled", "Simplex"]
 
-# A projection lands on the boundary up to rounding; a point within this many units of rounding counts as on it.
+# A projection lands on the boundary up to rounding; a point within this many units of rounding
+# counts as on it.
 _ROUNDING = 8.0
 
 
@@ -31,7 +33,9 @@ class ConvexSet(Protocol):
         ...
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for a point ``v`` of the set and ``gradient`` d."""
+        r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for a point ``v`` of the set and
+        ``gradient`` d.
+        """
         ...
 
 
@@ -75,7 +79,8 @@ class Box:
                 raise ValueError(f"`{self!r}`: the {name} bound must not be NaN.")
         if self.lower.ndim and self.upper.ndim and self.lower.numel() != self.upper.numel():
             raise ValueError(
-                f"`Box` was given {self.lower.numel()} lower and {self.upper.numel()} upper bounds: the numbers must agree."
+                f"`Box` was given {self.lower.numel()} lower and {self.upper.numel()} upper "
+                "bounds: the numbers must agree."
             )
         size = max(self.lower.numel(), self.upper.numel())
         low, up = self.lower.reshape(-1).expand(size), self.upper.reshape(-1).expand(size)
@@ -91,7 +96,8 @@ class Box:
         self._numbers = (
             None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
         )
-        # The bounds as the variable sees them (its dtype and device), made once per dtype and device.
+        # The bounds as the variable sees them (its dtype and device), made once per dtype and
+        # device.
         self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -102,7 +108,8 @@ class Box:
         for bound in (self.lower, self.upper):
             if bound.ndim and bound.numel() != v.numel():
                 raise ValueError(
-                    f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} coordinates."
+                    f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
+                    "coordinates."
                 )
         if key not in self._seen:
             lower, upper = (b.reshape(-1) if b.ndim else b for b in (self.lower, self.upper))
@@ -114,7 +121,8 @@ class Box:
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         lower, upper = self._bounds(v)
-        # N_C is (-inf, 0] at a lower bound, [0, inf) at an upper bound: it absorbs that sign of the gradient.
+        # N_C is (-inf, 0] at a lower bound, [0, inf) at an upper bound: it absorbs that sign of the
+        # gradient.
         rest = torch.where(v <= lower + _slack(v, lower.abs()), gradient.clamp(max=0.0), gradient)
         rest = torch.where(v >= upper - _slack(v, upper.abs()), rest.clamp(min=0.0), rest)
         return norm(rest)
@@ -154,7 +162,8 @@ class Ball:
     def _offset(self, v: Tensor) -> tuple[Tensor, Tensor, float]:
         if self.center.ndim and self.center.numel() != v.numel():
             raise ValueError(
-                f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has {v.numel()}."
+                f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has "
+                f"{v.numel()}."
             )
         center = self.center.reshape(-1).to(v) if self.center.ndim else self.center.to(v)
         offset = v - center
@@ -166,11 +175,13 @@ class Ball:
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         _, offset, length = self._offset(v)
-        # The projected point carries the rounding of its coordinates, hence of |c| + r, not of r alone.
+        # The projected point carries the rounding of its coordinates, hence of |c| + r, not of r
+        # alone.
         scale = self.radius + float(self.center.abs().max())
         if length < self.radius - float(_slack(v, scale)):
             return norm(gradient)
-        # N_C = {s n : s >= 0} with n the outward unit normal: it absorbs a component of d that points inwards.
+        # N_C = {s n : s >= 0} with n the outward unit normal: it absorbs a component of d that
+        # points inwards.
         normal = offset / length
         inward = min(dot(gradient, normal), 0.0)
         return norm(gradient - inward * normal)
@@ -192,7 +203,8 @@ class Simplex:
         return f"Simplex(total={self.total:g})"
 
     def project(self, v: Tensor) -> Tensor:
-        # P(v) = max(v - theta, 0) with theta such that the coordinates sum to s; the support are the largest ones.
+        # P(v) = max(v - theta, 0) with theta such that the coordinates sum to s; the support are
+        # the largest ones.
         ordered = torch.sort(v.double(), descending=True).values
         excess = ordered.cumsum(0) - self.total
         count = torch.arange(1, v.numel() + 1, dtype=torch.float64, device=v.device)
@@ -200,9 +212,11 @@ class Simplex:
         return (v.double() - excess[size - 1] / size).clamp(min=0.0).to(v.dtype)
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        # N_C(v) = {t 1 - n : n >= 0, n_i = 0 where v_i > 0}, so the distance is the minimum over t of
+        # N_C(v) = {t 1 - n : n >= 0, n_i = 0 where v_i > 0}, so the distance is the minimum over t
+        # of
         #   sum over v_i > 0 of (d_i + t)^2  +  sum over v_i = 0 of min(d_i + t, 0)^2,
-        # whose minimiser averages -d over the support and over those zero coordinates that would like to enter.
+        # whose minimiser averages -d over the support and over those zero coordinates that would
+        # like to enter.
         d = gradient.double()
         inside = v > 0.0
         entering = torch.sort(d[~inside]).values
@@ -228,7 +242,8 @@ class Product:
     def __init__(self, sets: Sequence[ConvexSet], sizes: Sequence[int]) -> None:
         if len(sets) != len(sizes) or not sets:
             raise ValueError(
-                f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block is needed."
+                f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block "
+                "is needed."
             )
         self.sets = list(sets)
         self.sizes = list(sizes)
@@ -256,7 +271,8 @@ class Product:
 class Scaled:
     r"""The set :math:`\{u : \text{unit} \cdot u \in C\}` of a variable that is measured in a unit.
 
-    Its normal cone at u is that of C at ``unit * u``, because a cone does not change when it is scaled.
+    Its normal cone at u is that of C at ``unit * u``, because a cone does not change when it is
+    scaled.
     """
 
     def __init__(self, base: ConvexSet, unit: float) -> None:

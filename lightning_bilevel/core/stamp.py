@@ -10,8 +10,8 @@ __all__ = ["Stamp"]
 class Stamp:
     """A tensor as it was: the object itself, and torch's count of its changes in place.
 
-    Changes through ``.data`` or a NumPy view are not counted. Tensors made in inference mode have no count, so nothing that
-    was computed from one holds.
+    Changes through ``.data`` or a NumPy view are not counted. Tensors made in inference mode have
+    no count, so nothing that was computed from one holds.
 
     Example:
         >>> import torch

@@ -10,10 +10,11 @@ from torch import Tensor
 
 __all__ = ["dot", "norm", "squared_distance"]
 
-# On a CPU a longer vector is summed piece by piece: a product of that length is fetched from the system page by page, which takes
-# longer than its sum, while a piece stays in the cache.
+# On a CPU a longer vector is summed piece by piece: a product of that length is fetched from the
+# system page by page, which takes longer than its sum, while a piece stays in the cache.
 _PIECE = 1 << 16
-# Products of float32 numbers below that lose digits, and below 1e-45 they are 0: they are made in float64 then.
+# Products of float32 numbers below that lose digits, and below 1e-45 they are 0: they are made in
+# float64 then.
 _SMALL = 1e-30
 
 

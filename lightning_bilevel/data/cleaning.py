@@ -26,7 +26,9 @@ __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
 
 class Splits(NamedTuple):
-    """The three sets, as they are before labels are corrupted; without a test set there is no test error."""
+    """The three sets, as they are before labels are corrupted; without a test set there is no test
+    error.
+    """
 
     train: Samples
     validation: Samples
@@ -46,29 +48,37 @@ class Parts(Repeated):
 class CleaningData(FullBatchDataModule):
     """A training set with wrong labels and a clean validation set, each as a full batch.
 
-    The batch of the upper level f is the validation set, ``(images, labels)``; that of the lower level g is the training set,
-    ``(images, noisy labels, index)``, with the number of each sample. At a validation the module is given the validation
-    batch as loader 0 and the test batch as loader 1. Images are float32 of shape (N, C, H, W).
+    The batch of the upper level f is the validation set, ``(images, labels)``; that of the lower
+    level g is the training set, ``(images, noisy labels, index)``, with the number of each sample.
+    At a validation the module is given the validation batch as loader 0 and the test batch as
+    loader 1. Images are float32 of shape (N, C, H, W).
 
-    This is the base of the ready data sets; your own data come by :meth:`from_datasets`, or by a subclass with :meth:`load`.
-    What is drawn at random is drawn from the seed alone: no other random number depends on it or changes it.
+    This is the base of the ready data sets; your own data come by :meth:`from_datasets`, or by a
+    subclass with :meth:`load`. What is drawn at random is drawn from the seed alone: no other
+    random number depends on it or changes it.
 
     Args:
         n_train: The number of training samples.
         n_validation: The number of validation samples, disjoint from the training samples.
         n_test: The number of test samples; None takes all that there are.
         corruption: The share of training labels that are made wrong, between 0 and 1.
-        kind: What a wrong label is: any of the other classes (``uniform``), or the next class (``pair``).
-        seed: Decides which samples are in which set, their order, and which labels are wrong in which way.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the progress bar have their turn.
-        chunk_size: The largest number of samples that is evaluated at once; None evaluates each set as a whole.
+        kind: What a wrong label is: any of the other classes (``uniform``), or the next class
+            (``pair``).
+        seed: Decides which samples are in which set, their order, and which labels are wrong in
+            which way.
+        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
+            progress bar have their turn.
+        chunk_size: The largest number of samples that is evaluated at once; None evaluates each set
+            as a whole.
 
     Attributes:
         n_train: The number of training samples.
         classes: The number of classes.
         image_shape: The shape of an image, (C, H, W).
-        corrupted: The mask of the training samples whose label is wrong; None where that is not known. From ``setup`` on.
-        clean_labels: The true labels of the training samples; None where they are not known. From ``setup`` on.
+        corrupted: The mask of the training samples whose label is wrong; None where that is not
+            known. From ``setup`` on.
+        clean_labels: The true labels of the training samples; None where they are not known. From
+            ``setup`` on.
     """
 
     classes: int
@@ -116,7 +126,8 @@ class CleaningData(FullBatchDataModule):
             train: The training set, in the order of which the weights are.
             validation: The clean validation set.
             test: The test set, if there is one.
-            corrupted: The mask of the training samples that are known to have a wrong label, if that is known.
+            corrupted: The mask of the training samples that are known to have a wrong label, if
+                that is known.
             options: The other arguments of :class:`DatasetCleaning`.
 
         Example:
@@ -132,8 +143,8 @@ class CleaningData(FullBatchDataModule):
     def load(self, generator: torch.Generator) -> Splits:
         """Return the three sets with their true labels, drawn with the generator."""
         raise NotImplementedError(
-            f"`{type(self).__name__}` must define `load(generator)`: it returns the three sets as `Splits`. Without a class of "
-            "your own, use `CleaningData.from_datasets`."
+            f"`{type(self).__name__}` must define `load(generator)`: it returns the three sets as "
+            "`Splits`. Without a class of your own, use `CleaningData.from_datasets`."
         )
 
     def setup(self, stage: str | None = None) -> None:
@@ -152,13 +163,15 @@ class CleaningData(FullBatchDataModule):
         for name, (others, _) in sets.items():
             if others.shape[1:] != images.shape[1:]:
                 raise ValueError(
-                    f"`{self._of(name)}` has images of shape {tuple(others.shape[1:])} and `{self._of('train')}` of shape "
-                    f"{self.image_shape}: all must have the same size."
+                    f"`{self._of(name)}` has images of shape {tuple(others.shape[1:])} and "
+                    f"`{self._of('train')}` of shape {self.image_shape}: all must have the same "
+                    "size."
                 )
         first = int(labels[0])
         if all(bool((sets[name][1] == first).all()) for name in ("train", "validation")):
             raise ValueError(
-                f"`{type(self).__name__}` has no other label than {first}: there must be at least two classes."
+                f"`{type(self).__name__}` has no other label than {first}: there must be at least "
+                "two classes."
             )
         noisy, self.corrupted = corrupt_labels(
             labels, self.classes, self.corruption, self.kind, generator=generator
@@ -198,16 +211,19 @@ class CleaningData(FullBatchDataModule):
 class DatasetCleaning(CleaningData):
     """Your own data: torch Datasets of (image, label) pairs, read once, when this is made.
 
-    An image is a tensor (bytes from 0 to 255, or floats, which are taken as they are), a PIL image or an array; a vector of
-    features will do as well. The samples keep their order, so the weights are those of the training set's samples.
+    An image is a tensor (bytes from 0 to 255, or floats, which are taken as they are), a PIL image
+    or an array; a vector of features will do as well. The samples keep their order, so the weights
+    are those of the training set's samples.
 
     Args:
         train: The training set.
         validation: The clean validation set; it must share no image with the training set.
         test: The test set, if there is one.
-        corrupted: The mask of the training samples that are known to have a wrong label, if that is known.
+        corrupted: The mask of the training samples that are known to have a wrong label, if that is
+            known.
         classes: The number of classes; None takes the largest label that is there, plus one.
-        corruption: The share of training labels that are made wrong on top, between 0 and 1; for experiments with clean data.
+        corruption: The share of training labels that are made wrong on top, between 0 and 1; for
+            experiments with clean data.
         options: The other arguments of :class:`CleaningData`.
     """
 
@@ -250,8 +266,9 @@ class DatasetCleaning(CleaningData):
                 ", ..." if len(common) > 5 else ""
             )
             raise ValueError(
-                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): the validation set must not "
-                "overlap the training set, so leave them out of one of the two."
+                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): "
+                "the validation set must not overlap the training set, so leave them out of one of "
+                "the two."
             )
         self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
         return Splits(sets["train"], sets["validation"], sets.get("test"))
@@ -260,12 +277,13 @@ class DatasetCleaning(CleaningData):
         mask = torch.as_tensor(corrupted).cpu()
         if mask.dtype != torch.bool or mask.shape != (self.n_train,):
             raise ValueError(
-                f"`{self._of('corrupted')}` has shape {tuple(mask.shape)} and {mask.dtype}: it must be a mask of True and False, "
-                f"one for each of the {self.n_train:,} training samples."
+                f"`{self._of('corrupted')}` has shape {tuple(mask.shape)} and {mask.dtype}: it "
+                f"must be a mask of True and False, one for each of the {self.n_train:,} training "
+                "samples."
             )
         if self.corruption:
             raise ValueError(
-                f"`DatasetCleaning(corrupted=..., corruption={self.corruption})` must be given one of the two: which labels are "
-                "wrong, or how many to make wrong."
+                f"`DatasetCleaning(corrupted=..., corruption={self.corruption})` must be given one "
+                "of the two: which labels are wrong, or how many to make wrong."
             )
         return mask

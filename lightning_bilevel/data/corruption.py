@@ -20,7 +20,8 @@ def check_corruption(call: str, rate: float, kind: str) -> None:
         )
     if kind not in get_args(CorruptionKind):
         raise ValueError(
-            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(CorruptionKind)))}."
+            f"`{call}(kind={kind!r})` must be one of "
+            f"{', '.join(map(repr, get_args(CorruptionKind)))}."
         )
 
 
@@ -34,15 +35,17 @@ def corrupt_labels(
 ) -> tuple[Tensor, Tensor]:
     """Replace a share of the labels by wrong ones.
 
-    The samples and what they would become are drawn for all labels alike, so the same generator state at a lower rate corrupts
-    a subset of the same samples in the same way: rates can be compared.
+    The samples and what they would become are drawn for all labels alike, so the same generator
+    state at a lower rate corrupts a subset of the same samples in the same way: rates can be
+    compared.
 
     Args:
         labels: The true labels, 0 to ``classes - 1``.
         classes: The number of classes, at least 2.
-        corruption: The share of labels to replace: exactly ``round(corruption * len(labels))`` of them.
-        kind: What a label becomes: any of the other classes with the same probability (``uniform``), or the next class
-            (``pair``, the last becomes the first).
+        corruption: The share of labels to replace: exactly ``round(corruption * len(labels))`` of
+            them.
+        kind: What a label becomes: any of the other classes with the same probability
+            (``uniform``), or the next class (``pair``, the last becomes the first).
         generator: The source of randomness, on the CPU.
 
     Returns:
@@ -57,7 +60,8 @@ def corrupt_labels(
     check_corruption("corrupt_labels", corruption, kind)
     if classes < 2:
         raise ValueError(
-            f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is wrong."
+            f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is "
+            "wrong."
         )
     n = len(labels)
     order = torch.randperm(n, generator=generator)

@@ -32,7 +32,9 @@ class Episodes(NamedTuple):
     query_labels: Tensor
 
     def tasks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each episode as learn2learn has its tasks: ``(data, labels)``, examples of one class next to each other."""
+        """Yield each episode as learn2learn has its tasks: ``(data, labels)``, examples of one
+        class next to each other.
+        """
         for support, support_labels, query, query_labels in zip(*self, strict=True):
             data, labels = torch.cat([support, query]), torch.cat([support_labels, query_labels])
             order = torch.argsort(labels, stable=True)
@@ -40,12 +42,15 @@ class Episodes(NamedTuple):
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[tuple[Tensor, Tensor]], count: int, shots: int) -> Episodes:
-        """Take the first ``count`` tasks of learn2learn's ``Taskset``, or of anything that yields ``(data, labels)``.
+        """Take the first ``count`` tasks of learn2learn's ``Taskset``, or of anything that yields
+        ``(data, labels)``.
 
         Args:
-            tasks: What yields the tasks. Labels may be any integers; the classes of a task are numbered by their order.
+            tasks: What yields the tasks. Labels may be any integers; the classes of a task are
+                numbered by their order.
             count: How many episodes to take.
-            shots: How many examples of each class, its first ones, are the support; the others are queries.
+            shots: How many examples of each class, its first ones, are the support; the others are
+                queries.
         """
         call = f"Episodes.from_tasks(count={count}, shots={shots})"
         if count < 1 or shots < 1:
@@ -56,7 +61,8 @@ class Episodes(NamedTuple):
             shapes = [[tuple(tensor.shape) for tensor in part] for part in (parts[0], parts[-1])]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"`{call}`, task {number} has shapes {shapes[1]}, task 0 has {shapes[0]}: they must agree."
+                    f"`{call}`, task {number} has shapes {shapes[1]}, task 0 has {shapes[0]}: they "
+                    "must agree."
                 )
         if len(parts) < count:
             raise ValueError(
@@ -74,8 +80,9 @@ def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
     sizes = sorted({len(place) for place in places})
     if len(places) < 2 or len(sizes) > 1 or sizes[0] <= shots:
         raise ValueError(
-            f"{call} has {len(places)} classes of {' or '.join(map(str, sizes))} examples: it needs at least two classes, each "
-            f"with the same number of examples, more than the {shots} of the support."
+            f"{call} has {len(places)} classes of {' or '.join(map(str, sizes))} examples: it "
+            "needs at least two classes, each with the same number of examples, more than the "
+            f"{shots} of the support."
         )
     support, query = torch.cat([p[:shots] for p in places]), torch.cat([p[shots:] for p in places])
     return data[support], labels[support], data[query], labels[query]
@@ -84,7 +91,8 @@ def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
 def draw_episode(
     images: Tensor, ways: int, shots: int, queries: int, key: str
 ) -> tuple[Tensor, ...]:
-    """Draw one episode from images of shape (classes, examples, C, H, W): as many of each class, no example twice.
+    """Draw one episode from images of shape (classes, examples, C, H, W): as many of each class, no
+    example twice.
 
     Args:
         images: What to draw from.
@@ -93,7 +101,8 @@ def draw_episode(
         queries: Query examples of each class.
         key: Decides the draw: the same key gives the same episode, whatever was drawn before.
     """
-    # Python's generator takes text as its seed, by a hash that is the same everywhere; torch's takes 32 bits.
+    # Python's generator takes text as its seed, by a hash that is the same everywhere; torch's
+    # takes 32 bits.
     dice = random.Random(key)
     classes = dice.sample(range(len(images)), ways)
     examples = torch.stack(
@@ -109,14 +118,16 @@ def draw_episode(
 
 
 class EpisodeData(FullBatchDataModule):
-    """Fixed few-shot episodes: of training classes for both levels, of unseen classes for validation and test.
+    """Fixed few-shot episodes: of training classes for both levels, of unseen classes for
+    validation and test.
 
-    The batch of the upper level f is the query sets, ``(images, labels, index)`` with the number of each episode; that of the
-    lower level g is the support sets, likewise. At a validation the module is given the :class:`Episodes` of the validation
-    classes as loader 0, and those of the test classes as loader 1. Images are float32 of shape (E, N, C, H, W).
+    The batch of the upper level f is the query sets, ``(images, labels, index)`` with the number of
+    each episode; that of the lower level g is the support sets, likewise. At a validation the
+    module is given the :class:`Episodes` of the validation classes as loader 0, and those of the
+    test classes as loader 1. Images are float32 of shape (E, N, C, H, W).
 
-    This is the base of the ready data sets; a subclass defines :meth:`load`. Episode i of a split depends on the seed, the
-    split and i alone.
+    This is the base of the ready data sets; a subclass defines :meth:`load`. Episode i of a split
+    depends on the seed, the split and i alone.
 
     Args:
         ways: Classes of an episode.
@@ -130,7 +141,8 @@ class EpisodeData(FullBatchDataModule):
         test_classes: Classes of the test split; None takes all that are left.
         split_seed: Decides which class is in which split.
         seed: Decides the episodes.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the progress bar have their turn.
+        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
+            progress bar have their turn.
 
     Attributes:
         image_shape: The shape of an image, (C, H, W). From ``setup`` on.
@@ -170,7 +182,8 @@ class EpisodeData(FullBatchDataModule):
         for name, there in classes.items():
             if there is not None and there < ways:
                 raise ValueError(
-                    f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs {ways} classes."
+                    f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs "
+                    f"{ways} classes."
                 )
         self.ways, self.shots, self.queries = ways, shots, queries
         self.counts = dict(zip(SPLITS, (n_train, n_validation, n_test), strict=True))
@@ -213,12 +226,13 @@ class EpisodeData(FullBatchDataModule):
         if asked > len(images):
             given = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
             raise ValueError(
-                f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are {len(images):,}."
+                f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are "
+                f"{len(images):,}."
             )
         if self.shots + self.queries > images.shape[1]:
             raise ValueError(
-                f"`{call}(shots={self.shots}, queries={self.queries})` needs {self.shots + self.queries} examples of each class: "
-                f"there are {images.shape[1]}."
+                f"`{call}(shots={self.shots}, queries={self.queries})` needs "
+                f"{self.shots + self.queries} examples of each class: there are {images.shape[1]}."
             )
         order = torch.randperm(
             len(images), generator=torch.Generator().manual_seed(self.split_seed)
@@ -259,13 +273,14 @@ class TaskEpisodes(EpisodeData):
         for name, episodes in given.items():
             if not isinstance(episodes, Episodes):
                 raise TypeError(
-                    f"`TaskEpisodes({name}=...)` is a {type(episodes).__name__}: it must be `Episodes`, which "
-                    "`Episodes.from_tasks` makes of any source of tasks."
+                    f"`TaskEpisodes({name}=...)` is a {type(episodes).__name__}: it must be "
+                    "`Episodes`, which `Episodes.from_tasks` makes of any source of tasks."
                 )
             if episodes.support.shape[2:] != train.support.shape[2:]:
                 raise ValueError(
-                    f"`TaskEpisodes({name}=...)` has images of shape {tuple(episodes.support.shape[2:])}, the training episodes "
-                    f"have {tuple(train.support.shape[2:])}: all must have the same."
+                    f"`TaskEpisodes({name}=...)` has images of shape "
+                    f"{tuple(episodes.support.shape[2:])}, the training episodes have "
+                    f"{tuple(train.support.shape[2:])}: all must have the same."
                 )
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))

@@ -22,7 +22,8 @@ __all__ = ["FullBatchDataModule"]
 class Repeated:
     """A loader that yields one and the same object a number of times.
 
-    It is not a DataLoader, whose sampler, fetcher and collation cost more than a small step of a solver.
+    It is not a DataLoader, whose sampler, fetcher and collation cost more than a small step of a
+    solver.
     """
 
     def __init__(self, batch: Any, length: int) -> None:
@@ -35,7 +36,9 @@ class Repeated:
         return repeat(self.batch, self.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that a run can resume in the middle of an epoch: its batches are all the same."""
+        """Tell Lightning that a run can resume in the middle of an epoch: its batches are all the
+        same.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,15 +59,16 @@ class NoValidation(Repeated):
 class FullBatchDataModule(LightningDataModule):
     """Hands out the same full batch at each step: one batch is one outer iteration.
 
-    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``; a problem without data needs none, and
-    its steps are given ``{}``.
+    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``; a problem
+    without data needs none, and its steps are given ``{}``.
 
     Args:
         upper: The batch of the upper level, or its chunks.
         lower: The batch of the lower level, or its chunks.
         validation: The batch that ``validation_step`` is given; without one there is no validation.
         test: The batch that ``test_step`` and ``predict_step`` are given.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the progress bar have their turn.
+        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
+            progress bar have their turn.
     """
 
     def __init__(
@@ -89,14 +93,15 @@ class FullBatchDataModule(LightningDataModule):
             isinstance(c, BatchSizeFinder) for c in self.trainer.callbacks
         ):  # type: ignore[attr-defined]
             raise MisconfigurationException(
-                f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no batch size to find. `Chunks` "
-                "evaluates a batch that is larger than memory."
+                f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no "
+                "batch size to find. `Chunks` evaluates a batch that is larger than memory."
             )
         levels = {"upper": self.upper, "lower": self.lower}
         missing = [name for name, batch in levels.items() if batch is None]
         if len(missing) == 1:
             raise MisconfigurationException(
-                f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: give `{missing[0]}` too, "
+                f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: "
+                f"give `{missing[0]}` too, "
                 "`{}` if its loss needs no data."
             )
         return self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
@@ -121,8 +126,8 @@ class FullBatchDataModule(LightningDataModule):
         """Return what is tested on."""
         if self.test is None:
             raise MisconfigurationException(
-                f"`{type(self).__name__}` has no test set, which is what it predicts: give it one, or give "
-                "`Trainer.predict(dataloaders=...)` what to predict."
+                f"`{type(self).__name__}` has no test set, which is what it predicts: give it one, "
+                "or give `Trainer.predict(dataloaders=...)` what to predict."
             )
         return self.test_dataloader()
 
@@ -132,7 +137,9 @@ class FullBatchDataModule(LightningDataModule):
         return batch  # it is there already
 
     def _has(self, name: str) -> bool:
-        """Whether there is such a batch; a problem without any data is validated and tested all the same."""
+        """Whether there is such a batch; a problem without any data is validated and tested all the
+        same.
+        """
         return getattr(self, name) is not None or (self.upper is None and self.lower is None)
 
     def _batch_of(self, name: str) -> Any:
@@ -145,8 +152,9 @@ class FullBatchDataModule(LightningDataModule):
                 else "pass the loader to the Trainer"
             )
             raise MisconfigurationException(
-                f"`{call}({name}=...)` is a {kind}: it must be a batch, which is handed out as it is. Give its tensors, such as "
-                f"`(inputs, labels)`; or, for batches that change, {way}."
+                f"`{call}({name}=...)` is a {kind}: it must be a batch, which is handed out as it "
+                "is. Give its tensors, such as `(inputs, labels)`; or, for batches that change, "
+                f"{way}."
             )
         return batch
 

@@ -1,4 +1,6 @@
-"""Glyphs: characters of random strokes that we draw ourselves, so that few-shot learning runs without a download."""
+"""Glyphs: characters of random strokes that we draw ourselves, so that few-shot learning runs
+without a download.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _POINTS = 40
 
 
 def draw_glyphs(classes: int, drawings: int, size: int = 28, seed: int = 0) -> Tensor:
-    """Draw characters of two to four random Bezier strokes, each several times with an unsteady hand.
+    """Draw characters of two to four random Bezier strokes, each several times with an unsteady
+    hand.
 
     Args:
         classes: How many characters.

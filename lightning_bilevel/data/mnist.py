@@ -1,4 +1,6 @@
-"""Ready data for hyper-cleaning: MNIST, FashionMNIST, and the digits that scikit-learn brings along."""
+"""Ready data for hyper-cleaning: MNIST, FashionMNIST, and the digits that scikit-learn brings
+along.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ __all__ = ["DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning"]
 class MNISTCleaning(CleaningData):
     """MNIST with wrong training labels; the defaults are the paper's.
 
-    Training and validation samples come from the 60,000 official training images, test samples from the 10,000 official test
-    images. What is not in the root yet is downloaded to it.
+    Training and validation samples come from the 60,000 official training images, test samples from
+    the 10,000 official test images. What is not in the root yet is downloaded to it.
 
     Args:
-        root: The folder that has the data set as torchvision puts it there (in ``MNIST/raw`` or ``FashionMNIST/raw``), or is
-            to have it; None takes the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
+        root: The folder that has the data set as torchvision puts it there (in ``MNIST/raw`` or
+            ``FashionMNIST/raw``), or is to have it; None takes the environment variable
+            LIGHTNING_BILEVEL_DATA, or else ``data``.
         options: The arguments of :class:`CleaningData`.
     """
 
@@ -53,24 +56,28 @@ class MNISTCleaning(CleaningData):
         datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
         try:
             dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
-        # What torchvision, and the libraries below it, raise for a failed download and for files that are broken.
+        # What torchvision, and the libraries below it, raise for a failed download and for files
+        # that are broken.
         except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
             tried = "a download did not help" if download else "only `prepare_data()` downloads it"
             raise MisconfigurationException(
-                f"`{type(self).__name__}(root={str(self.root)!r})` has no whole {self.source} there, and {tried}: put the files "
-                "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte into "
-                f"{self.root / self.source / 'raw'}, or name the folder that has {self.source}/raw as `root` or in the "
-                f"environment variable {DATA_VARIABLE}."
+                f"`{type(self).__name__}(root={str(self.root)!r})` has no whole {self.source} "
+                f"there, and {tried}: put the files train-images-idx3-ubyte, "
+                "train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte into "
+                f"{self.root / self.source / 'raw'}, or name the folder that has {self.source}/raw "
+                f"as `root` or in the environment variable {DATA_VARIABLE}."
             ) from error
         return dataset.data, dataset.targets
 
 
 class FashionMNISTCleaning(MNISTCleaning):
-    """FashionMNIST with wrong training labels; the defaults are the paper's. As :class:`MNISTCleaning` in all else.
+    """FashionMNIST with wrong training labels; the defaults are the paper's. As
+    :class:`MNISTCleaning` in all else.
 
     Args:
-        root: The folder that has the data set as torchvision puts it there (in ``FashionMNIST/raw``), or is to have it; None
-            takes the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
+        root: The folder that has the data set as torchvision puts it there (in
+            ``FashionMNIST/raw``), or is to have it; None takes the environment variable
+            LIGHTNING_BILEVEL_DATA, or else ``data``.
         options: The arguments of :class:`CleaningData`.
     """
 
@@ -78,7 +85,8 @@ class FashionMNISTCleaning(MNISTCleaning):
 
 
 class DigitsCleaning(CleaningData):
-    """The 1,797 handwritten digits that scikit-learn brings along (8 x 8 pixels) with wrong training labels.
+    """The 1,797 handwritten digits that scikit-learn brings along (8 x 8 pixels) with wrong
+    training labels.
 
     Args:
         n_train: The number of training samples.

@@ -33,13 +33,14 @@ Reader = Callable[[], bytes]
 class OmniglotEpisodes(EpisodeData):
     """Few-shot episodes of Omniglot; the defaults are the paper's.
 
-    The drawings come from ``omniglot-py`` in the root: the archives ``images_background.zip`` and ``images_evaluation.zip`` as
-    torchvision downloads them, or the two folders of the same names. What is not there is downloaded. Drawings are made small
-    once and kept in the user's cache folder (``XDG_CACHE_HOME``, or ``~/.cache``).
+    The drawings come from ``omniglot-py`` in the root: the archives ``images_background.zip`` and
+    ``images_evaluation.zip`` as torchvision downloads them, or the two folders of the same names.
+    What is not there is downloaded. Drawings are made small once and kept in the user's cache
+    folder (``XDG_CACHE_HOME``, or ``~/.cache``).
 
     Args:
-        root: The folder that has ``omniglot-py``, or is to have it; None takes the environment variable LIGHTNING_BILEVEL_DATA,
-            or else ``data``.
+        root: The folder that has ``omniglot-py``, or is to have it; None takes the environment
+            variable LIGHTNING_BILEVEL_DATA, or else ``data``.
         image_size: The height and width of an image.
         options: The arguments of :class:`~lightning_bilevel.data.episodes.EpisodeData`.
     """
@@ -51,14 +52,16 @@ class OmniglotEpisodes(EpisodeData):
         super().__init__(**options)
         if not 1 <= image_size <= 105:
             raise ValueError(
-                f"`OmniglotEpisodes(image_size={image_size})` must be from 1 to 105, the size of the originals."
+                f"`OmniglotEpisodes(image_size={image_size})` must be from 1 to 105, the size of "
+                "the originals."
             )
         self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
         self.image_size = image_size
         if self.shots + self.queries > self.DRAWINGS:
             raise ValueError(
-                f"`OmniglotEpisodes(shots={self.shots}, queries={self.queries})` needs {self.shots + self.queries} drawings of "
-                f"each character: there are {self.DRAWINGS}."
+                f"`OmniglotEpisodes(shots={self.shots}, queries={self.queries})` needs "
+                f"{self.shots + self.queries} drawings of each character: there are "
+                f"{self.DRAWINGS}."
             )
 
     @property
@@ -79,9 +82,10 @@ class OmniglotEpisodes(EpisodeData):
                 datasets.Omniglot(self.root, background=part == "images_background", download=True)
             except (OSError, RuntimeError, HTTPException, ValueError) as error:
                 raise MisconfigurationException(
-                    f"`OmniglotEpisodes(root={str(self.root)!r})` has no Omniglot there, and a download did not help: put "
-                    f"images_background.zip and images_evaluation.zip into {self.folder}, or name the folder that has "
-                    f"omniglot-py as `root` or in the environment variable {DATA_VARIABLE}."
+                    f"`OmniglotEpisodes(root={str(self.root)!r})` has no Omniglot there, and a "
+                    "download did not help: put images_background.zip and images_evaluation.zip "
+                    f"into {self.folder}, or name the folder that has omniglot-py as `root` or in "
+                    f"the environment variable {DATA_VARIABLE}."
                 ) from error
 
     def load(self) -> Tensor:
@@ -107,15 +111,17 @@ class OmniglotEpisodes(EpisodeData):
         return self.folder / f"{part}.zip"
 
     def _members(self, part: str) -> Iterator[tuple[str, str, Reader]]:
-        """Yield name, fingerprint and reader of each drawing; nothing is written anywhere, so no name can lead astray."""
+        """Yield name, fingerprint and reader of each drawing; nothing is written anywhere, so no
+        name can lead astray.
+        """
         archive, folder = self._archive(part), self.folder / part
         if archive.exists():
             try:
                 file = zipfile.ZipFile(archive)
             except (zipfile.BadZipFile, OSError) as error:
                 raise MisconfigurationException(
-                    f"`OmniglotEpisodes(root={str(self.root)!r})`: {archive.name} is no whole archive ({error}). Remove it to "
-                    "have it downloaded again."
+                    f"`OmniglotEpisodes(root={str(self.root)!r})`: {archive.name} is no whole "
+                    f"archive ({error}). Remove it to have it downloaded again."
                 ) from error
             for info in file.infolist():
                 if _MEMBER.fullmatch(info.filename) and info.file_size <= _MAX_BYTES:
@@ -135,9 +141,10 @@ class OmniglotEpisodes(EpisodeData):
                     )
         else:
             raise MisconfigurationException(
-                f"`OmniglotEpisodes(root={str(self.root)!r})` has neither {part}.zip nor the folder {part} in {self.folder}: "
-                f"only `prepare_data()` downloads it. A folder that has omniglot-py can be named as `root` or in the environment "
-                f"variable {DATA_VARIABLE}."
+                f"`OmniglotEpisodes(root={str(self.root)!r})` has neither {part}.zip nor the "
+                f"folder {part} in {self.folder}: only `prepare_data()` downloads it. A folder "
+                "that has omniglot-py can be named as `root` or in the environment variable "
+                f"{DATA_VARIABLE}."
             )
 
     def _checked(self, names: list[str]) -> list[str]:
@@ -151,9 +158,10 @@ class OmniglotEpisodes(EpisodeData):
             ]
             if len(counts) != classes or set(counts) != {self.DRAWINGS}:
                 raise MisconfigurationException(
-                    f"`OmniglotEpisodes(root={str(self.root)!r})`: {part} is incomplete, with {sum(counts):,} drawings of "
-                    f"{len(counts):,} characters where there should be {classes * self.DRAWINGS:,} of {classes:,}. Remove it "
-                    f"from {self.folder} to have it downloaded again."
+                    f"`OmniglotEpisodes(root={str(self.root)!r})`: {part} is incomplete, with "
+                    f"{sum(counts):,} drawings of {len(counts):,} characters where there should be "
+                    f"{classes * self.DRAWINGS:,} of {classes:,}. Remove it from {self.folder} to "
+                    "have it downloaded again."
                 )
         return names
 
@@ -163,8 +171,8 @@ def _read(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         return file.read(info)
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise MisconfigurationException(
-            f"`OmniglotEpisodes`: {info.filename} in {file.filename} cannot be read ({error}). Remove the archive to have it "
-            "downloaded again."
+            f"`OmniglotEpisodes`: {info.filename} in {file.filename} cannot be read ({error}). "
+            "Remove the archive to have it downloaded again."
         ) from error
 
 
@@ -186,7 +194,9 @@ def _cache_folder() -> Path:
 
 
 def _keep(path: Path, images: Tensor) -> None:
-    """Write the cache, whole or not at all; without it the drawings are decoded again the next time."""
+    """Write the cache, whole or not at all; without it the drawings are decoded again the next
+    time.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: torch.save(images, file))

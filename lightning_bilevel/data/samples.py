@@ -28,7 +28,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
-else:  # jsonargparse reads the arguments of a subclass of `Dataset` from YAML, but not those of a subclass of `Dataset[Any]`
+# jsonargparse reads the arguments of a subclass of `Dataset` from YAML, but not those of a subclass
+# of `Dataset[Any]`
+else:
     AnyDataset = Dataset
 
 # The environment variable that names the folder where data sets already are.
@@ -44,13 +46,14 @@ def optional_import(module: str, package: str, call: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise MisconfigurationException(
-            f"`{call}` needs {package}, which is not installed: `pip install {package}`, or install "
-            "`lightning-bilevel[examples]`, which has all that the ready data sets need."
+            f"`{call}` needs {package}, which is not installed: `pip install {package}`, or "
+            "install `lightning-bilevel[examples]`, which has all that the ready data sets need."
         ) from error
 
 
 def as_images(call: str, images: Tensor) -> Tensor:
-    """Return images as float32 of shape (N, C, H, W): bytes are divided by 255, a missing channel is added.
+    """Return images as float32 of shape (N, C, H, W): bytes are divided by 255, a missing channel
+    is added.
 
     Vectors of features stay vectors, and floats stay as they are.
     """
@@ -67,18 +70,21 @@ def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
     """Return labels as int64, one for each of the n images and each the number of a class."""
     if labels.is_floating_point():
         raise TypeError(
-            f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the classes."
+            f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the "
+            "classes."
         )
     if labels.shape != (n,):
         raise ValueError(
-            f"`{call}` has labels of shape {tuple(labels.shape)} for {n:,} images: it must be ({n},)."
+            f"`{call}` has labels of shape {tuple(labels.shape)} for {n:,} images: it must be "
+            f"({n},)."
         )
     labels = labels.detach().cpu().long()
     bad = ((labels < 0) | (labels >= classes)).nonzero()
     if len(bad):
         i = int(bad[0])
         raise ValueError(
-            f"`{call}` has the label {int(labels[i])} at sample {i}: with {classes} classes it must be from 0 to {classes - 1}."
+            f"`{call}` has the label {int(labels[i])} at sample {i}: with {classes} classes it "
+            f"must be from 0 to {classes - 1}."
         )
     return labels
 
@@ -106,10 +112,13 @@ def draw(
 
 
 def length(call: str, dataset: AnyDataset) -> int:
-    """Return the number of samples of a Dataset that can be read, which is one that knows it and has any."""
+    """Return the number of samples of a Dataset that can be read, which is one that knows it and
+    has any.
+    """
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and `__len__`."
+            f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and "
+            "`__len__`."
         )
     if len(dataset) == 0:
         raise ValueError(
@@ -119,13 +128,17 @@ def length(call: str, dataset: AnyDataset) -> int:
 
 
 def read_dataset(call: str, dataset: AnyDataset) -> Samples:
-    """Return the samples of a Dataset of (image, label) pairs, the images as :func:`as_images` gives them."""
+    """Return the samples of a Dataset of (image, label) pairs, the images as :func:`as_images`
+    gives them.
+    """
     images, labels = _tensors(call, dataset) or _stacked(call, dataset)
     return as_images(call, images), labels
 
 
 def _tensors(call: str, dataset: AnyDataset) -> Samples | None:
-    """Return what a TensorDataset, or a Subset of one, holds: no need to take it apart and put it together again."""
+    """Return what a TensorDataset, or a Subset of one, holds: no need to take it apart and put it
+    together again.
+    """
     if type(dataset) is Subset and (whole := _tensors(call, dataset.dataset)) is not None:
         indices = torch.as_tensor(dataset.indices)
         return whole[0][indices], whole[1][indices]
@@ -133,7 +146,8 @@ def _tensors(call: str, dataset: AnyDataset) -> Samples | None:
         return None
     if len(dataset.tensors) != 2:
         raise TypeError(
-            f"`{call}` is a TensorDataset of {len(dataset.tensors)} tensors: it must have two, images and labels."
+            f"`{call}` is a TensorDataset of {len(dataset.tensors)} tensors: it must have two, "
+            "images and labels."
         )
     return dataset.tensors[0], dataset.tensors[1]
 
@@ -145,20 +159,22 @@ def _stacked(call: str, dataset: Any) -> Samples:
         sample = dataset[i]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise TypeError(
-                f"`{call}` gives a {type(sample).__name__} as sample {i}: it must be a pair (image, label)."
+                f"`{call}` gives a {type(sample).__name__} as sample {i}: it must be a pair "
+                "(image, label)."
             )
         image, label = sample
         images.append(_tensor(call, i, image))
         if images[i].shape != images[0].shape:
             raise ValueError(
-                f"`{call}` has an image of size {_size(images[i])} at sample {i} and of size {_size(images[0])} at sample 0: all "
-                "must have the same size."
+                f"`{call}` has an image of size {_size(images[i])} at sample {i} and of size "
+                f"{_size(images[0])} at sample 0: all must have the same size."
             )
         try:
             labels.append(operator.index(label))
         except TypeError as error:
             raise TypeError(
-                f"`{call}` has the label {label!r} at sample {i}: labels must be integers, the numbers of the classes."
+                f"`{call}` has the label {label!r} at sample {i}: labels must be integers, the "
+                "numbers of the classes."
             ) from error
     return torch.stack(images), torch.tensor(labels)
 
@@ -171,7 +187,8 @@ def _tensor(call: str, i: int, image: Any) -> Tensor:
         return to_tensor(image)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"`{call}` has a {type(image).__name__} as the image of sample {i}: it must be a tensor, a PIL image or an array."
+            f"`{call}` has a {type(image).__name__} as the image of sample {i}: it must be a "
+            "tensor, a PIL image or an array."
         ) from error
 
 
@@ -180,7 +197,9 @@ def _size(image: Tensor) -> str:
 
 
 def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
-    """Return the pairs (index in first, index in second) of equal images, in the order of the second."""
+    """Return the pairs (index in first, index in second) of equal images, in the order of the
+    second.
+    """
 
     def digests(images: Tensor) -> list[bytes]:
         return [

@@ -32,10 +32,12 @@ class FewShot(BilevelModule):
         \min_{x, y} \frac{1}{T} \sum_{i=1}^T \mathcal L_{Q_i}(x, y_i) \quad\text{s.t.}\quad
         y \in \arg\min_{y'} \frac{1}{T} \sum_{i=1}^T \mathcal L_{S_i}(x, y'_i)
 
-    with the mean cross-entropy :math:`\mathcal L` on the query set :math:`Q_i` or the support set :math:`S_i` of task i,
-    x in [-5, 5] and y in [-20, 20]. The lower level is convex in y, so the constraint qualification holds for each delta.
+    with the mean cross-entropy :math:`\mathcal L` on the query set :math:`Q_i` or the support set
+    :math:`S_i` of task i, x in [-5, 5] and y in [-20, 20]. The lower level is convex in y, so the
+    constraint qualification holds for each delta.
 
-    Validation logs the query loss and error of heads that are fitted anew to unseen classes, by 10 gradient steps of 0.1:
+    Validation logs the query loss and error of heads that are fitted anew to unseen classes, by 10
+    gradient steps of 0.1:
     ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
 
     Args:
@@ -43,11 +45,13 @@ class FewShot(BilevelModule):
         ways: Classes of an episode.
         channels: Channels of each convolution.
         image_size: Height and width of an image.
-        chunk_images: How many images are evaluated at once: enough to keep the cores busy, few enough that what a chunk leaves
-            for the backward pass stays in their caches. Values and gradients are those of the whole batch.
-        lower_unit: The unit that the solver measures y in. Losses are means over tasks, so a gradient in y shrinks as 1/T:
-            settings for 128 tasks need about sqrt(T/128).
-        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have none of their own.
+        chunk_images: How many images are evaluated at once: enough to keep the cores busy, few
+            enough that what a chunk leaves for the backward pass stays in their caches. Values and
+            gradients are those of the whole batch.
+        lower_unit: The unit that the solver measures y in. Losses are means over tasks, so a
+            gradient in y shrinks as 1/T: settings for 128 tasks need about sqrt(T/128).
+        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
+            none of their own.
         solver: The solver and its arguments.
     """
 
@@ -72,7 +76,8 @@ class FewShot(BilevelModule):
                 raise ValueError(f"`FewShot({name}={value})` must be at least {least}.")
         if image_size < 16:
             raise ValueError(
-                f"`FewShot(image_size={image_size})` must be at least 16: four times halved, nothing is left of it."
+                f"`FewShot(image_size={image_size})` must be at least 16: four times halved, "
+                "nothing is left of it."
             )
         if chunk_images < 1:
             raise ValueError(f"`FewShot(chunk_images={chunk_images})` must be at least 1.")
@@ -146,16 +151,20 @@ class FewShot(BilevelModule):
             given = getattr(data, theirs, getattr(self, mine))
             if given != getattr(self, mine):
                 raise MisconfigurationException(
-                    f"`FewShot({mine}={getattr(self, mine)})` was given {given} {what}: they must agree."
+                    f"`FewShot({mine}={getattr(self, mine)})` was given {given} {what}: they must "
+                    "agree."
                 )
         shape = getattr(data, "image_shape", None)
         if shape is not None and tuple(shape) != (1, self.image_size, self.image_size):
             raise MisconfigurationException(
-                f"`FewShot(image_size={self.image_size})` was given images of {'x'.join(map(str, shape))}: they must agree."
+                f"`FewShot(image_size={self.image_size})` was given images of "
+                f"{'x'.join(map(str, shape))}: they must agree."
             )
 
     def predict(self, episodes: Episodes) -> Tensor:
-        """Return the logits (E, N, ways) of the queries by heads that are fitted anew to the supports."""
+        """Return the logits (E, N, ways) of the queries by heads that are fitted anew to the
+        supports.
+        """
         weight, bias = adapt(self(episodes.support), episodes.support_labels, self.ways)
         return torch.baddbmm(bias.unsqueeze(1), self(episodes.query), weight.transpose(1, 2))
 
@@ -188,7 +197,9 @@ class FewShot(BilevelModule):
                 )
 
     def episode_figure(self, episode: Episodes) -> Any:
-        """Draw one episode: in each row the support of a class and its queries, those in a frame taken for another class."""
+        """Draw one episode: in each row the support of a class and its queries, those in a frame
+        taken for another class.
+        """
         with torch.no_grad():
             logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
         return draw_episode(episode, logits[0].argmax(-1).tolist())

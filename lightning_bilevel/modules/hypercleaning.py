@@ -1,4 +1,6 @@
-"""Data hyper-cleaning: find mislabelled training samples, and train a classifier that is not fooled by them."""
+"""Data hyper-cleaning: find mislabelled training samples, and train a classifier that is not fooled
+by them.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,25 @@ class HyperCleaning(BilevelModule):
         \min_{x, y} \frac{1}{|V|} \sum_{(u, q) \in V} \ell(h_y(u), q) \quad\text{s.t.}\quad
         y \in \arg\min_{y'} \frac{1}{n} \sum_{i=1}^n \sigma(x_i) \, \ell(h_{y'}(u_i), \tilde q_i)
 
-    with clean validation data V, noisy training labels :math:`\tilde q_i`, the sigmoid :math:`\sigma`, cross-entropy
-    :math:`\ell`, and all variables in [-100, 100]. Weights start at 1/2; those of samples whose labels contradict the
-    validation data fall.
+    with clean validation data V, noisy training labels :math:`\tilde q_i`, the sigmoid
+    :math:`\sigma`, cross-entropy :math:`\ell`, and all variables in [-100, 100]. Weights start at
+    1/2; those of samples whose labels contradict the validation data fall.
 
-    Validation logs ``val_loss``, ``test_error`` and, where the data know which labels are wrong, ``auroc``: how well low weights
-    tell them.
+    Validation logs ``val_loss``, ``test_error`` and, where the data know which labels are wrong,
+    ``auroc``: how well low weights tell them.
 
     Args:
         n_train: The number of training samples, n.
         inputs: The number of pixels of an image.
-        hidden: The hidden units of the default classifier, a two-layer sigmoid network that starts at 0.01 times normal.
+        hidden: The hidden units of the default classifier, a two-layer sigmoid network that starts
+            at 0.01 times normal.
         classes: The number of classes.
         classifier: Another classifier, from images to one logit per class; it starts as it is.
-        upper_unit: The unit that the solver measures x in. The gradient in x is about n times smaller than that in y, so
-            with a unit of 1 the weights hardly move while the classifier is trained; with some hundreds they separate.
-        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have none of their own.
+        upper_unit: The unit that the solver measures x in. The gradient in x is about n times
+            smaller than that in y, so with a unit of 1 the weights hardly move while the classifier
+            is trained; with some hundreds they separate.
+        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
+            none of their own.
         solver: The solver and its arguments.
     """
 
@@ -71,7 +76,8 @@ class HyperCleaning(BilevelModule):
         ):
             if value < (2 if name == "classes" else 1):
                 raise ValueError(
-                    f"`HyperCleaning({name}={value})` must be at least {2 if name == 'classes' else 1}."
+                    f"`HyperCleaning({name}={value})` must be at least "
+                    f"{2 if name == 'classes' else 1}."
                 )
         self.classes = classes
         # The number of pixels, which a classifier of the user's own is not asked for.
@@ -80,7 +86,8 @@ class HyperCleaning(BilevelModule):
         self.classifier = (
             _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
         )
-        # Corollary on sigmoid sample weights: ENNAMCQ holds if delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
+        # Corollary on sigmoid sample weights: ENNAMCQ holds if delta > (2 B_y (d_h + 1) + log m) /
+        # (1 + e^M).
         threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(BOUND))
 
         def qualification(envelope: Envelope) -> str:
@@ -126,7 +133,8 @@ class HyperCleaning(BilevelModule):
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The mean weighted loss on noisy data; a batch carries the indices of its samples."""
-        # index_select: the backward pass of plain indexing takes longer than the sigmoid and the mean together.
+        # index_select: the backward pass of plain indexing takes longer than the sigmoid and the
+        # mean together.
         return (self.logits.index_select(0, batch[2]).sigmoid() * losses).mean()
 
     def setup(self, stage: str) -> None:
@@ -134,17 +142,19 @@ class HyperCleaning(BilevelModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         if getattr(data, "n_train", len(self.logits)) != len(self.logits):
             raise ValueError(
-                f"`HyperCleaning(n_train={len(self.logits)})` was given {data.n_train} training samples: they must agree."
+                f"`HyperCleaning(n_train={len(self.logits)})` was given {data.n_train} training "
+                "samples: they must agree."
             )
         if getattr(data, "classes", self.classes) > self.classes:
             raise ValueError(
-                f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} classes."
+                f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} "
+                "classes."
             )
         shape = getattr(data, "image_shape", None)
         if shape is not None and self.inputs is not None and math.prod(shape) != self.inputs:
             raise ValueError(
-                f"`HyperCleaning(inputs={self.inputs})` was given images of {'x'.join(map(str, shape))} = "
-                f"{math.prod(shape)} pixels: they must agree."
+                f"`HyperCleaning(inputs={self.inputs})` was given images of "
+                f"{'x'.join(map(str, shape))} = {math.prod(shape)} pixels: they must agree."
             )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -1,4 +1,6 @@
-"""The networks of few-shot learning: a feature extractor, and linear heads that are trained or fitted anew."""
+"""The networks of few-shot learning: a feature extractor, and linear heads that are trained or
+fitted anew.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ class _Block(nn.Module):
 
     def forward(self, images: Tensor, tasks: int) -> Tensor:
         if images.device.type == "cpu":
-            # Pooling goes over all channels of a pixel at once, in a tenth of the time. A clone: of a single channel, torch
-            # takes one layout for the other and leaves it as it is.
+            # Pooling goes over all channels of a pixel at once, in a tenth of the time. A clone: of
+            # a single channel, torch takes one layout for the other and leaves it as it is.
             images = images.clone(memory_format=torch.channels_last)
-        # ReLU is monotone, so it commutes with the maximum: on the pooled image it has a quarter of the work, and value and
-        # gradient are the same. Back to the usual layout: in the other, torch's normalisation loses two or three digits.
+        # ReLU is monotone, so it commutes with the maximum: on the pooled image it has a quarter of
+        # the work, and value and gradient are the same. Back to the usual layout: in the other,
+        # torch's normalisation loses two or three digits.
         pooled = max_pool2d(self.conv(images), 2).relu().contiguous()
         normed = [
             batch_norm(part, None, None, self.scale, self.bias, training=True)
@@ -51,7 +54,8 @@ class Conv4(nn.Module):
             )
         if image_size < 16:
             raise ValueError(
-                f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing is left of it."
+                f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing "
+                "is left of it."
             )
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
@@ -59,7 +63,9 @@ class Conv4(nn.Module):
         self.features = channels * (image_size // 16) ** 2
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return features (E, N, d) of images (E, N, C, H, W), normalised over the N images of each of the E tasks."""
+        """Return features (E, N, d) of images (E, N, C, H, W), normalised over the N images of each
+        of the E tasks.
+        """
         tasks, count = images.shape[:2]
         value = images.flatten(0, 1)
         for block in self.blocks:
@@ -82,7 +88,9 @@ class TaskHeads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(tasks, ways))
 
     def forward(self, features: Tensor, index: Tensor) -> Tensor:
-        """Return the logits (E, N, ways) of features (E, N, d), each of the E tasks by its own head."""
+        """Return the logits (E, N, ways) of features (E, N, d), each of the E tasks by its own
+        head.
+        """
         weight, bias = self.weight.index_select(0, index), self.bias.index_select(0, index)
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
@@ -90,7 +98,8 @@ class TaskHeads(nn.Module):
 def adapt(
     features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """Fit a fresh linear head to each task, from zero, by gradient steps on the cross-entropy of its support.
+    """Fit a fresh linear head to each task, from zero, by gradient steps on the cross-entropy of
+    its support.
 
     Args:
         features: Support features, (E, N, d).

@@ -20,7 +20,8 @@ def retrain(
     lr: float = 0.01,
     weight_decay: float = 1e-4,
 ) -> nn.Module:
-    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that cleaning has kept.
+    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that
+    cleaning has kept.
 
     Args:
         classifier: Whose layers the copy has; their parameters are drawn anew.

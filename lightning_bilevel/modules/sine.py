@@ -24,9 +24,9 @@ class SineProblem(BilevelModule):
         \min_{x \in [-100, 100],\, y \in [-100, 100]^n} (x - a)^2 + \|y - a e - c\|^2 \quad\text{s.t.}\quad
         y \in \arg\min_{z \in [-100, 100]^n} \sum_i \sin(x + z_i - c_i)
 
-    Its solution is :math:`x^* = ((1 - n) a + n C)/(1 + n)`, :math:`y_i^* = C + c_i - x^*` with C the minimiser of the sine,
-    :math:`-\pi/2 + 2 k \pi`, that is nearest to 2a. Validation reports the errors :math:`\|x - x^*\| / \max\{\|x^*\|, 1\}` and
-    likewise in y.
+    Its solution is :math:`x^* = ((1 - n) a + n C)/(1 + n)`, :math:`y_i^* = C + c_i - x^*` with C
+    the minimiser of the sine, :math:`-\pi/2 + 2 k \pi`, that is nearest to 2a. Validation reports
+    the errors :math:`\|x - x^*\| / \max\{\|x^*\|, 1\}` and likewise in y.
 
     Args:
         n: The number of lower-level variables.
@@ -58,7 +58,8 @@ class SineProblem(BilevelModule):
                 f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number."
             )
         self.a = a
-        # Kept in float64 and cast where it is used: a module that starts in float32 may be run in float64.
+        # Kept in float64 and cast where it is used: a module that starts in float32 may be run in
+        # float64.
         self.shift = torch.tensor(c, dtype=torch.float64)
         self.x = nn.Parameter(torch.full((1,), x0))
         self.y = nn.Parameter(torch.full((n,), y0))

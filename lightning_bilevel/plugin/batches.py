@@ -21,9 +21,11 @@ class BatchProblem:
     """f and g on a batch.
 
     Attributes:
-        contents: What tells the batch from another: its leaves, each tensor with its version, which counts in-place changes.
+        contents: What tells the batch from another: its leaves, each tensor with its version, which
+            counts in-place changes.
         batch: The batch.
-        part: What this process evaluates of it; the batch itself where each process evaluates all of it.
+        part: What this process evaluates of it; the batch itself where each process evaluates all
+            of it.
         problem: f and g on it.
     """
 
@@ -45,7 +47,8 @@ class BatchProblem:
         )
 
 
-# Makes the problem on a batch with the contents, given the problem before it: the first batch of a run has none.
+# Makes the problem on a batch with the contents, given the problem before it: the first batch of a
+# run has none.
 Make = Callable[[Any, list[tuple[Any, int]], BatchProblem | None], BatchProblem]
 
 
@@ -53,7 +56,8 @@ class Batches:
     """The batches that a run has seen.
 
     Attributes:
-        current: The problem of the batch that was last asked for. It holds as long as the batch has the same contents.
+        current: The problem of the batch that was last asked for. It holds as long as the batch has
+            the same contents.
         change: Whether training has seen different ones, as with mini-batches.
     """
 
@@ -92,7 +96,9 @@ class Batches:
         return "the last mini-batch, not all data" if changing else ""
 
     def forget_points(self) -> None:
-        """Make the problem of the current batch another object, of whose points solvers know nothing."""
+        """Make the problem of the current batch another object, of whose points solvers know
+        nothing.
+        """
         if self.current is not None:
             self.current = replace(self.current, problem=copy(self.current.problem))
 
@@ -115,6 +121,7 @@ def _check_not_ended(call: str, batch: Any, before: Any) -> None:
     for level in ("upper", "lower"):
         if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
             raise MisconfigurationException(
-                f"`{call}` was given a batch without data for the {level} level, whose loader has ended: "
+                f"`{call}` was given a batch without data for the {level} level, whose loader has "
+                "ended: "
                 'use `CombinedLoader(..., "max_size_cycle")`, which starts it again, or "min_size".'
             )

@@ -35,7 +35,9 @@ class WrittenBuffers:
         return [] if self._functions is None else self._functions.written_buffers
 
     def functions_of(self, module: nn.Module, declared: Declaration) -> ModuleFunctions:
-        """Return a module's losses as functions, of which the buffers they write to are known from now on."""
+        """Return a module's losses as functions, of which the buffers they write to are known from
+        now on.
+        """
         self._functions = ModuleFunctions(
             module, declared.upper.parameters, declared.lower.parameters, self.live
         )
@@ -51,7 +53,9 @@ class WrittenBuffers:
         }
 
     def examine(self, module: nn.Module, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        """Look which buffers the evaluations so far have written to, and whether other numbers in them change the losses."""
+        """Look which buffers the evaluations so far have written to, and whether other numbers in
+        them change the losses.
+        """
         if self._functions is not None:
             self._functions.compare_buffers()
         kept = self.copies(module)
@@ -72,14 +76,18 @@ class WrittenBuffers:
         write_buffers(module, kept)
 
     def follow(self, losses: Callable[[], float], shared: bool) -> None:
-        """Evaluate the losses once more at the point that was reached, with the module's own buffers.
+        """Evaluate the losses once more at the point that was reached, with the module's own
+        buffers.
 
-        Trial points write to copies of the buffers. So running statistics follow the accepted points, one update each. Buffers
-        that change the losses are updated until these settle: they are to be functions of the point.
+        Trial points write to copies of the buffers. So running statistics follow the accepted
+        points, one update each. Buffers that change the losses are updated until these settle: they
+        are to be functions of the point.
 
         Args:
-            losses: Evaluates the losses at the module's own parameters and buffers, and returns their sum.
-            shared: Whether several processes evaluate a part each: then the first one's buffers are those of all.
+            losses: Evaluates the losses at the module's own parameters and buffers, and returns
+                their sum.
+            shared: Whether several processes evaluate a part each: then the first one's buffers are
+                those of all.
         """
         before = losses()
         if self.matter:

@@ -51,7 +51,8 @@ class Certifier:
         start: The gradients that the run started with: what later ones are compared to.
         multiplier: The multiplier of a restored point; None is the solver's.
         seconds: The time that certificates have taken.
-        last: The certificate that was evaluated last. It holds for the same question at the same point.
+        last: The certificate that was evaluated last. It holds for the same question at the same
+            point.
     """
 
     start: Start | None = None
@@ -95,13 +96,15 @@ class Certifier:
             start=self.start,
             evaluated_on=evaluated_on,
         )
-        # Agreed among the processes: it decides whether the next certificate, a collective, is evaluated.
+        # Agreed among the processes: it decides whether the next certificate, a collective, is
+        # evaluated.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])
         self.last = _Answer(question, point, certificate, 0 if step is None else step.iteration)
         return certificate
 
     def may_evaluate(self, share: float, step: StepInfo) -> bool:
-        """Tell whether certificates have taken no more than a share of the optimisation time up to a step.
+        """Tell whether certificates have taken no more than a share of the optimisation time up to
+        a step.
 
         The first one may always be evaluated, and one that is known already costs nothing.
         """

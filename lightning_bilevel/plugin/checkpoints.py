@@ -1,4 +1,6 @@
-"""Checkpoints: written as a whole, loaded without running what they contain, and refused where they do not belong."""
+"""Checkpoints: written as a whole, loaded without running what they contain, and refused where they
+do not belong.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ __all__ = [
     "write_record",
 ]
 
-# The record's key in a checkpoint, and the number of what a checkpoint holds: one more with each change that old code misreads.
+# The record's key in a checkpoint, and the number of what a checkpoint holds: one more with each
+# change that old code misreads.
 KEY = "lightning_bilevel"
 FORMAT = 1
 
@@ -40,8 +43,8 @@ FORMAT = 1
 class WholeFileIO(TorchCheckpointIO):
     """Lightning's way to write and read checkpoints, with neither torn files nor foreign code.
 
-    Lightning writes to the folder of temporary files and moves the file from there; between two file systems that is a copy,
-    of which a killed process leaves a part.
+    Lightning writes to the folder of temporary files and moves the file from there; between two
+    file systems that is a copy, of which a killed process leaves a part.
     """
 
     @override
@@ -84,13 +87,14 @@ class WholeFileIO(TorchCheckpointIO):
                 else "torch cannot read it"
             )
             raise MisconfigurationException(
-                f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: {why}"
+                f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: "
+                f"{why}"
             ) from error
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
             raise MisconfigurationException(
-                f"`ckpt_path={str(path)!r}` is a file of torch, but no checkpoint of Lightning: it must be what "
-                "`Trainer.save_checkpoint` or a checkpoint callback has written. A bare state dict goes into the module with "
-                "`load_state_dict`."
+                f"`ckpt_path={str(path)!r}` is a file of torch, but no checkpoint of Lightning: it "
+                "must be what `Trainer.save_checkpoint` or a checkpoint callback has written. A "
+                "bare state dict goes into the module with `load_state_dict`."
             )
         return loaded
 
@@ -145,7 +149,9 @@ def saved_start(checkpoint: dict[str, Any]) -> Start | None:
 
 
 def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Iterable[Level]) -> None:
-    """Write the last point of a run into the weights of its checkpoint, if they are those of another."""
+    """Write the last point of a run into the weights of its checkpoint, if they are those of
+    another.
+    """
     last = checkpoint.get(KEY, {}).get("last")
     if last is None:
         return
@@ -164,7 +170,9 @@ def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Itera
 
 
 def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
-    """Give a new solver the constants and the multiplier of the run of a checkpoint, and tell whether they are of its kind."""
+    """Give a new solver the constants and the multiplier of the run of a checkpoint, and tell
+    whether they are of its kind.
+    """
     states = checkpoint.get("optimizer_states")
     if not states or checkpoint.get(KEY, {}).get("solver") != type(solver).__name__:
         return False
@@ -181,7 +189,8 @@ def check_record(
         call: The name of the module that is given the checkpoint.
         checkpoint: What was loaded.
         solver: The solver as it would be made now.
-        resumes: Whether a run is to go on from the checkpoint; otherwise its parameters are all that is used.
+        resumes: Whether a run is to go on from the checkpoint; otherwise its parameters are all
+            that is used.
     """
 
     def refuse(why: str) -> None:
@@ -191,22 +200,26 @@ def check_record(
     if saved is None:
         if resumes:
             refuse(
-                "has no record of a bilevel run: it was written by another kind of module, and cannot be resumed by this one"
+                "has no record of a bilevel run: it was written by another kind of module, and "
+                "cannot be resumed by this one"
             )
         return
     if saved["format"] > FORMAT:
         refuse(
-            f"was written by a later version of lightning-bilevel (format {saved['format']}, known up to {FORMAT}): update it"
+            f"was written by a later version of lightning-bilevel (format {saved['format']}, known "
+            f"up to {FORMAT}): update it"
         )
     mine = _record(solver)
     for level in ("upper", "lower"):
         if saved[level] != mine[level]:
             refuse(
-                f"has {saved[level]} {level}-level variables, the module has {mine[level]}: it belongs to another problem"
+                f"has {saved[level]} {level}-level variables, the module has {mine[level]}: it "
+                "belongs to another problem"
             )
     if resumes and saved["solver"] != mine["solver"]:
         refuse(
-            f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from: name the same solver"
+            f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from: "
+            "name the same solver"
         )
     if resumes and checkpoint.get("optimizer_states"):
         _warn_of_constants(call, checkpoint["optimizer_states"][0]["param_groups"][0], solver)
@@ -239,7 +252,9 @@ def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimize
 
 
 def _leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
-    """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its constants, as it is no plain data."""
+    """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its
+    constants, as it is no plain data.
+    """
     kept = checkpoint.get("hyper_parameters", {})
     partials = [
         key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)
@@ -248,8 +263,9 @@ def _leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
         del kept[key]
     if partials:
         warnings.warn(
-            f"`{call}` keeps {', '.join(partials)} out of its checkpoint, which holds data and no code. Say "
-            f"`save_hyperparameters(ignore={partials})`, and give it again where the module is loaded.",
+            f"`{call}` keeps {', '.join(partials)} out of its checkpoint, which holds data and no "
+            f"code. Say `save_hyperparameters(ignore={partials})`, and give it again where the "
+            "module is loaded.",
             stacklevel=3,
         )
 

@@ -1,4 +1,6 @@
-"""What a run is refused for before it starts: a Trainer, a callback, a module or an optimizer that cannot work."""
+"""What a run is refused for before it starts: a Trainer, a callback, a module or an optimizer that
+cannot work.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ def check_trainer(call: str, trainer: Any) -> None:
     """
     if trainer.precision not in ("32-true", "64-true"):
         raise MisconfigurationException(
-            f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a small difference of large "
-            "numbers, which half precision does not resolve. Use 32-true or 64-true."
+            f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a "
+            "small difference of large numbers, which half precision does not resolve. Use 32-true "
+            "or 64-true."
         )
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
     if (
@@ -34,7 +37,8 @@ def check_trainer(call: str, trainer: Any) -> None:
         and type(trainer.strategy) is not DDPStrategy
     ):
         raise MisconfigurationException(
-            f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, line search and Moreau "
+            f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, "
+            "line search and Moreau "
             'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
             "and `Chunks` evaluates a batch that is larger than memory."
         )
@@ -63,8 +67,9 @@ def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
     ]
     if forgotten:
         raise MisconfigurationException(
-            f"`{type(module).__name__}.declare` names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
-            "parameter belongs to one level; a constant has `requires_grad=False`."
+            f"`{type(module).__name__}.declare` names neither as upper nor as lower: "
+            f"{', '.join(forgotten)}. Each trainable parameter belongs to one level; a constant "
+            "has `requires_grad=False`."
         )
 
 
@@ -74,9 +79,10 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
         getattr(optimizer, "optimizer", None), BilevelOptimizer
     ):
         raise MisconfigurationException(
-            f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its `configure_optimizers` must "
-            "return the solver, as `super().configure_optimizers()` does: an optimizer such as Adam cannot solve a bilevel "
-            "problem. Name the solver in `declare(solver=...)`."
+            f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its "
+            "`configure_optimizers` must return the solver, as `super().configure_optimizers()` "
+            "does: an optimizer such as Adam cannot solve a bilevel problem. Name the solver in "
+            "`declare(solver=...)`."
         )
 
 

@@ -1,4 +1,6 @@
-"""What a module declares: which of its parameters belong to which level, their sets, and the solver."""
+"""What a module declares: which of its parameters belong to which level, their sets, and the
+solver.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Level:
         declared = [p for item in parameters_of(self.declared) for p in item]
         if len({id(p) for p in declared}) < len(declared):
             raise ValueError(
-                f"`{self.call}({self.name}=...)` has a parameter twice, such as a module and its weight: name each once."
+                f"`{self.call}({self.name}=...)` has a parameter twice, such as a module and its "
+                "weight: name each once."
             )
         self.resolve()
 
@@ -88,8 +91,8 @@ class Level:
             or not all(isinstance(s, ConvexSet) for s in sets)
         ):
             raise ValueError(
-                f"`{self.call}({self.name}_set=...)` must be one set, or a list with one set for each of the {len(items)} "
-                "declared items."
+                f"`{self.call}({self.name}_set=...)` must be one set, or a list with one set for "
+                f"each of the {len(items)} declared items."
             )
         sizes = [sum(p.numel() for p in item) for item in items]
         trained = [(convex_set, size) for convex_set, size in zip(sets, sizes, strict=True) if size]

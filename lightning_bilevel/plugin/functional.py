@@ -1,4 +1,6 @@
-"""A module's losses as functions of flat vectors, evaluated anywhere without touching its live parameters."""
+"""A module's losses as functions of flat vectors, evaluated anywhere without touching its live
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
             raise TypeError(
-                f"a level was declared with a {type(item).__name__}: it takes modules and parameters."
+                f"a level was declared with a {type(item).__name__}: it takes modules and "
+                "parameters."
             )
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
@@ -60,19 +63,24 @@ class _Shadow:
         return cast(Tensor, entries[name])
 
     def look(self) -> None:
-        """See whether the call that just ended wrote to the copy, or put another tensor in its place."""
+        """See whether the call that just ended wrote to the copy, or put another tensor in its
+        place.
+        """
         self.written = self.written or self.copy._version > 0 or self.live is not self.copy
 
     def compare(self) -> None:
-        """See whether calls wrote to the copy in a way that its version does not tell, as torch's batch normalisation does."""
+        """See whether calls wrote to the copy in a way that its version does not tell, as torch's
+        batch normalisation does.
+        """
         self.written = self.written or not torch.equal(self.copy, self.buffer)
 
 
 class ModuleFunctions:
-    """Calls a module's methods with other parameters than its own, and with buffers that are thrown away.
+    """Calls a module's methods with other parameters than its own, and with buffers that are thrown
+    away.
 
-    It does what ``torch.func.functional_call`` does, which finds out anew at each call where the tensors belong: on small
-    networks that took longer than the arithmetic of the solver.
+    It does what ``torch.func.functional_call`` does, which finds out anew at each call where the
+    tensors belong: on small networks that took longer than the arithmetic of the solver.
 
     Args:
         module: The module.
@@ -103,8 +111,8 @@ class ModuleFunctions:
         self.homes = [[homes[id(p)] for p in level] for level in levels]
         self.shapes = [[p.shape for p in level] for level in levels]
         self.sizes = [[p.numel() for p in level] for level in levels]
-        # A batch-normalisation layer writes its running statistics on every call, also at trial points that are rejected
-        # later. It writes into these copies.
+        # A batch-normalisation layer writes its running statistics on every call, also at trial
+        # points that are rejected later. It writes into these copies.
         known = {id(buffer) for buffer in written}
         self.shadows = [
             _Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in known)
@@ -118,13 +126,17 @@ class ModuleFunctions:
 
     @property
     def written_buffers(self) -> list[Tensor]:
-        """The module's buffers that calls write to, such as the running statistics of batch normalisation."""
+        """The module's buffers that calls write to, such as the running statistics of batch
+        normalisation.
+        """
         return [shadow.live for shadow in self.shadows if shadow.written]
 
     def call(
         self, method: str, *args: Any, x: Tensor | None = None, y: Tensor | None = None
     ) -> Any:
-        """Return module.method(*args) at flat x and y; a level that is left out keeps the module's own parameters."""
+        """Return module.method(*args) at flat x and y; a level that is left out keeps the module's
+        own parameters.
+        """
         new: list[tuple[Places, Tensor]] = []
         for homes, shapes, sizes, vector in zip(
             self.homes, self.shapes, self.sizes, (x, y), strict=True
@@ -140,8 +152,9 @@ class ModuleFunctions:
             own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
         except KeyError as error:
             raise BilevelError(
-                f"a parameter or buffer {error} of the module is no longer where it was when the run started: pruning and other "
-                "changes of parameters in the middle of a run make it another problem. Do it before `Trainer.fit`."
+                f"a parameter or buffer {error} of the module is no longer where it was when the "
+                "run started: pruning and other changes of parameters in the middle of a run make "
+                "it another problem. Do it before `Trainer.fit`."
             ) from error
         try:
             for places, tensor in new:
@@ -158,7 +171,9 @@ class ModuleFunctions:
 def problem_of(
     functions: ModuleFunctions, batch: dict[str, Any], upper_set: ConvexSet, lower_set: ConvexSet
 ) -> BilevelProblem:
-    """Return f and g on a batch ``{"upper": ..., "lower": ...}``: the losses of a module, summed over chunks by their shares."""
+    """Return f and g on a batch ``{"upper": ..., "lower": ...}``: the losses of a module, summed
+    over chunks by their shares.
+    """
     call = functions.call
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None

@@ -49,18 +49,20 @@ class BilevelMixin:
 
     .. math:: \min_{x, y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_u g(x, u)
 
-    Inherit from it *before* ``LightningModule``, call :meth:`declare` at the end of ``__init__``, and define
+    Inherit from it *before* ``LightningModule``, call :meth:`declare` at the end of ``__init__``,
+    and define
 
     - ``upper_loss(batch)``: f, given the batch of the upper level;
     - ``lower_loss(batch)``: g, given the batch of the lower level;
-    - optionally ``lower_features(batch)``: the part of g that depends on x alone, evaluated once per x. Then g is
-      ``lower_loss(batch, features)``, which must use no upper-level parameter;
-    - or ``lower_outputs(batch)``: the part of g that depends on y alone, evaluated once for a y that is asked for again, also
-      at another x. Then g is ``lower_loss(batch, outputs)``, which must use no lower-level parameter.
+    - optionally ``lower_features(batch)``: the part of g that depends on x alone, evaluated once
+      per x. Then g is ``lower_loss(batch, features)``, which must use no upper-level parameter;
+    - or ``lower_outputs(batch)``: the part of g that depends on y alone, evaluated once for a y
+      that is asked for again, also at another x. Then g is ``lower_loss(batch, outputs)``, which
+      must use no lower-level parameter.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
-    (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as the batch has the same
-    tensors, what is known of the current point is used again.
+    (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as
+    the batch has the same tensors, what is known of the current point is used again.
 
     Example:
         >>> class Shift(IVSPMixin, LightningModule):
@@ -85,8 +87,9 @@ class BilevelMixin:
         order = cls.__mro__
         if LightningModule in order and order.index(LightningModule) < order.index(BilevelMixin):
             raise TypeError(
-                f"`class {cls.__name__}` names LightningModule before the bilevel mixin, whose training step would then never "
-                "run: write the mixin first, or inherit from BilevelModule."
+                f"`class {cls.__name__}` names LightningModule before the bilevel mixin, whose "
+                "training step would then never run: write the mixin first, or inherit from "
+                "BilevelModule."
             )
 
     def declare(
@@ -109,13 +112,17 @@ class BilevelMixin:
             lower: The lower-level variables y, likewise.
             upper_set: The set that x lives in, or one set for each of the several.
             lower_set: The set that y lives in, likewise.
-            solver: What makes the solver from parameter groups: a solver class, or a partial of one.
+            solver: What makes the solver from parameter groups: a solver class, or a partial of
+                one.
             upper_unit: The solver works in u with x = upper_unit * u, which gives the level steps
-                :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay in x.
-            lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as rho * lower_unit**2.
-            envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have none.
-            qualification: Why the constraint qualification holds for this problem, if that is known, in words; or a function
-                that says so for an envelope.
+                :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay
+                in x.
+            lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as
+                rho * lower_unit**2.
+            envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that
+                have none.
+            qualification: Why the constraint qualification holds for this problem, if that is
+                known, in words; or a function that says so for an envelope.
         """
         # From the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
@@ -130,7 +137,8 @@ class BilevelMixin:
         self._declaration = Declaration(
             *levels, (upper_unit, lower_unit), solver, envelope, qualification
         )
-        # A solver is built here to refuse bad arguments before any data are loaded; that of a run is built when it starts.
+        # A solver is built here to refuse bad arguments before any data are loaded; that of a run
+        # is built when it starts.
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
         self.last_step: StepInfo | None = None
@@ -141,7 +149,9 @@ class BilevelMixin:
         raise NotImplementedError(self._without_losses())
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return g on the batch of the lower level; with :attr:`lower_features` or :attr:`lower_outputs`, given these too."""
+        """Return g on the batch of the lower level; with :attr:`lower_features` or
+        :attr:`lower_outputs`, given these too.
+        """
         raise NotImplementedError(self._without_losses())
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
@@ -155,8 +165,9 @@ class BilevelMixin:
         """Do one outer iteration."""
         if self._declared().has_changed():
             raise MisconfigurationException(
-                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a run, whose vectors x and y "
-                "have a fixed length. Freeze before `Trainer.fit`; to train others, call it once more."
+                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
+                "run, whose vectors x and y have a fixed length. Freeze before `Trainer.fit`; to "
+                "train others, call it once more."
             )
         current = self._run.batches.next_problem(type(self).__name__, batch, self._make_problem)
         # A step through Lightning's wrapper is what Lightning counts.
@@ -173,8 +184,8 @@ class BilevelMixin:
         """Notice a training step that is not ours."""
         if self._run.solver.progress.iterations == 0:
             raise MisconfigurationException(
-                f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: it must call "
-                "`super().training_step(batch, batch_idx)`, or be left out."
+                f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: "
+                "it must call `super().training_step(batch, batch_idx)`, or be left out."
             )
         super().on_train_epoch_end()  # type: ignore[misc]
 
@@ -188,8 +199,8 @@ class BilevelMixin:
         self._resumed_start = None
         self.last_step = None
         if module._compiler_ctx is not None:
-            # Of a compiled module Lightning compiles the training step, which is the solver: its decisions would take minutes to
-            # trace. What `forward` does stays compiled.
+            # Of a compiled module Lightning compiles the training step, which is the solver: its
+            # decisions would take minutes to trace. What `forward` does stays compiled.
             vars(module).pop("training_step", None)
         return self._run.solver
 
@@ -245,7 +256,9 @@ class BilevelMixin:
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that training writes to, by name, such as the running statistics of batch normalisation."""
+        """Copies of the buffers that training writes to, by name, such as the running statistics of
+        batch normalisation.
+        """
         return self._run.buffers.copies(self._module())
 
     @property
@@ -259,7 +272,8 @@ class BilevelMixin:
         multiplier: float,
         buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        """Write a point that the run has come by, and end with it; a checkpoint still goes on from where the run was.
+        """Write a point that the run has come by, and end with it; a checkpoint still goes on from
+        where the run was.
 
         Args:
             point: x and y.
@@ -286,8 +300,8 @@ class BilevelMixin:
         current = run.batches.current if batch is None else self._problem_on(batch)
         if current is None:
             raise RuntimeError(
-                f"`{type(self).__name__}.certify()` needs a training batch: call it after `Trainer.fit` in the same process, or "
-                "give it one, `certify(batch=...)`."
+                f"`{type(self).__name__}.certify()` needs a training batch: call it after "
+                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
             )
         envelope = envelope or self.envelope
         if envelope is None:
@@ -308,7 +322,8 @@ class BilevelMixin:
         return self._declared().groups()
 
     def may_evaluate(self, share: float) -> bool:
-        """Tell whether certificates have taken no more than a share of the optimisation time so far.
+        """Tell whether certificates have taken no more than a share of the optimisation time so
+        far.
 
         The first one may always be evaluated, and one that is known already costs nothing.
         """
@@ -323,8 +338,8 @@ class BilevelMixin:
         declared: Declaration | None = getattr(self, "_declaration", None)
         if declared is None:
             raise MisconfigurationException(
-                f"`{type(self).__name__}` has not declared its levels: call `self.declare(upper=..., lower=...)` at the end of "
-                "its `__init__`."
+                f"`{type(self).__name__}` has not declared its levels: call "
+                "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
             )
         return declared
 
@@ -363,7 +378,9 @@ class BilevelMixin:
                 self._run.batches.forget_points()
 
     def _losses(self, batch: Any) -> float:
-        """Evaluate both losses at the module's own parameters, with its own buffers, and return their sum."""
+        """Evaluate both losses at the module's own parameters, with its own buffers, and return
+        their sum.
+        """
         total = 0.0
         split = self.lower_features or self.lower_outputs
         for part in as_chunks(batch["lower"]).batches:
@@ -386,4 +403,6 @@ class IVSPMixin(BilevelMixin):
 
 
 class BilevelModule(BilevelMixin, LightningModule):
-    """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order of bases."""
+    """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order
+    of bases.
+    """

@@ -1,4 +1,6 @@
-"""A run over several processes: each evaluates its part of the data, and the sums are the same in all of them."""
+"""A run over several processes: each evaluates its part of the data, and the sums are the same in
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def shared_problem(
     point: tuple[Tensor, Tensor] | None,
     split: bool,
 ) -> tuple[BilevelProblem, Any]:
-    """Return the problem on a batch, shared by all processes of a Trainer, and what this process evaluates of the batch.
+    """Return the problem on a batch, shared by all processes of a Trainer, and what this process
+    evaluates of the batch.
 
     Args:
         module: The module whose losses these are.
@@ -50,19 +53,20 @@ def shared_problem(
         trainer: Its Trainer, if it has one.
         batch: The batch, which all processes have.
         point: The point to check at that the parts add up to the whole; None checks nothing.
-        split: Whether each process evaluates a part of the batch. Where the parts do not add up because of batch normalisation,
-            each one evaluates the whole batch instead.
+        split: Whether each process evaluates a part of the batch. Where the parts do not add up
+            because of batch normalisation, each one evaluates the whole batch instead.
     """
     whole = problem_on(batch)
     if trainer is None or trainer.world_size == 1:
         return whole, batch
     name, world = type(module).__name__, trainer.world_size
-    # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never the exact full batch.
+    # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never
+    # the exact full batch.
     if not agree(leaves(batch), trainer.strategy.root_device):
         raise MisconfigurationException(
-            f"`{name}` was given different batches in different processes: it splits a batch itself, so that each sample "
-            "counts once. Use a FullBatchDataModule, or `Trainer(use_distributed_sampler=False)` with the same seed in all "
-            "processes."
+            f"`{name}` was given different batches in different processes: it splits a batch "
+            "itself, so that each sample counts once. Use a FullBatchDataModule, or "
+            "`Trainer(use_distributed_sampler=False)` with the same seed in all processes."
         )
     if split:
         upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
@@ -79,19 +83,23 @@ def shared_problem(
             ):
                 raise
             rank_zero_warn(
-                f"`{name}` has batch normalisation, which looks at a whole batch: each of the {world} processes evaluates "
-                "all of it, which takes as long as one process. Normalise by group or layer to share the work, or "
-                "synchronise on GPUs with `Trainer(sync_batchnorm=True)`."
+                f"`{name}` has batch normalisation, which looks at a whole batch: each of the "
+                f"{world} processes evaluates all of it, which takes as long as one process. "
+                "Normalise by group or layer to share the work, or synchronise on GPUs with "
+                "`Trainer(sync_batchnorm=True)`."
             )
     return problem_on(batch).on_this_rank(1 / world, 1 / world, total), batch
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
-    """Return the part of a level's batch that a process evaluates, and the weight of that part in the whole.
+    """Return the part of a level's batch that a process evaluates, and the weight of that part in
+    the whole.
 
-    Samples are counted through all chunks and cut into as many ranges as there are processes, equally long up to one sample:
-    each sample is in one of them. Chunks with weights of their own, of which no part is known, go whole to one process each, and
-    so does a batch in which there is nothing to cut. A process that gets nothing has the weight 0.
+    Samples are counted through all chunks and cut into as many ranges as there are processes,
+    equally long up to one sample:
+    each sample is in one of them. Chunks with weights of their own, of which no part is known, go
+    whole to one process each, and so does a batch in which there is nothing to cut. A process that
+    gets nothing has the weight 0.
 
     Example:
         >>> [part_of(torch.arange(5), rank, 2) for rank in range(2)]
@@ -127,9 +135,9 @@ def _check_lengths(chunk: Any, size: int) -> None:
     lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
     if lengths != [size]:
         raise ValueError(
-            f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over processes: the first dimension "
-            "of each must count the samples. Keep what is no sample in the module, or give the parts yourself, as `Chunks` with "
-            "`weights`."
+            f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over "
+            "processes: the first dimension of each must count the samples. Keep what is no sample "
+            "in the module, or give the parts yourself, as `Chunks` with `weights`."
         )
 
 
@@ -168,8 +176,9 @@ def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int)
     """Stop where processes have come apart, such as on machines that round differently."""
     if trainer.world_size > 1 and not agree(parameters, trainer.strategy.root_device):
         raise BilevelError(
-            f"after outer iteration {iteration} the processes do not hold the same point: they must run on the same kind of "
-            "hardware with the same versions, and nothing but the solver may change the parameters."
+            f"after outer iteration {iteration} the processes do not hold the same point: they "
+            "must run on the same kind of hardware with the same versions, and nothing but the "
+            "solver may change the parameters."
         )
 
 
@@ -182,7 +191,8 @@ def check_parts(
     batch: dict[str, Any],
     mine: dict[str, Any],
 ) -> None:
-    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so that can be seen.
+    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so
+    that can be seen.
 
     Args:
         call: The name of the module whose losses these are.
@@ -211,9 +221,10 @@ def check_parts(
                 else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
             )
             raise ValueError(
-                f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: over several processes a loss "
-                "must be a mean over whichever samples it is given, and must find what belongs to a sample by its number, "
-                "carried in the batch, as in `self.logits[index]`."
+                f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: "
+                "over several processes a loss must be a mean over whichever samples it is given, "
+                "and must find what belongs to a sample by its number, carried in the batch, as in "
+                "`self.logits[index]`."
             ) from cause
         slope = max(norm(one_slope), norm(added_slope))
         scale = max(abs(one), abs(added)) + slope * size
@@ -222,18 +233,24 @@ def check_parts(
             or norm(one_slope - added_slope) > tolerance * slope
         ):
             raise ValueError(
-                f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the parts of {world_size()} "
-                f"processes ({added:.9g}), in value or gradient: over several processes a loss must be a mean over samples, not "
-                "a sum nor normalised over the batch, and must find what belongs to a sample by its number, carried in the batch."
+                f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the "
+                f"parts of {world_size()} processes ({added:.9g}), in value or gradient: over "
+                "several processes a loss must be a mean over samples, not a sum nor normalised "
+                "over the batch, and must find what belongs to a sample by its number, carried in "
+                "the batch."
             )
 
 
 class _PartError(Exception):
-    """A loss has failed on the part of a process; its error is the cause in that process, and there is none in the others."""
+    """A loss has failed on the part of a process; its error is the cause in that process, and there
+    is none in the others.
+    """
 
 
 def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Evaluate a level such that all processes fail where one does: the others would wait for its part of the sum for ever."""
+    """Evaluate a level such that all processes fail where one does: the others would wait for its
+    part of the sum for ever.
+    """
     met = False
 
     def meet(tensor: Tensor) -> Tensor:

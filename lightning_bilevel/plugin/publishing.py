@@ -18,7 +18,9 @@ def is_logged(trainer: Any, iteration: int) -> bool:
 
 
 def publish_step(trainer: Any, info: StepInfo) -> None:
-    """Give the record of a step to callbacks and progress bar; and, where its turn has come, to loggers."""
+    """Give the record of a step to callbacks and progress bar; and, where its turn has come, to
+    loggers.
+    """
     metrics = info.metrics()
     # `self.log` takes milliseconds for the same.
     values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))

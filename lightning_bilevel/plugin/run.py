@@ -23,7 +23,8 @@ class Run:
         certifier: The last certificate, and what belongs to it.
         batches: The problem of the current batch.
         buffers: The buffers that evaluations write to.
-        last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an earlier one.
+        last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an
+            earlier one.
     """
 
     solver: BilevelOptimizer

@@ -25,7 +25,8 @@ class Tally:
         halvings: How often the inner step had to be halved.
         penalty_updates: How often the penalty was strengthened.
         last_update: The iteration that last did so, 0 for none.
-        above: For how many iterations up to the last one :math:`\tilde R > 2 a_\phi \mu` has held without a break.
+        above: For how many iterations up to the last one :math:`\tilde R > 2 a_\phi \mu` has held
+            without a break.
         penalised: Whether the method has a penalty that it strengthens.
     """
 

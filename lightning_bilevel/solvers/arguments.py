@@ -20,12 +20,14 @@ def checked_arguments(
     whole: Iterable[str] = (),
     choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a solver as they are stored, or refuse one that the method cannot run with.
+    """Return the arguments of a solver as they are stored, or refuse one that the method cannot run
+    with.
 
     Args:
         solver: The solver's name, for the messages.
         given: The arguments.
-        schedules: Those that are a positive number, a :class:`Power`, or its pair as it is stored; each becomes its pair.
+        schedules: Those that are a positive number, a :class:`Power`, or its pair as it is stored;
+            each becomes its pair.
         positive: Those that are a positive number.
         nonnegative: Those that are a number of at least 0.
         whole: Those that are a whole number of at least 1.

@@ -1,4 +1,6 @@
-"""What every method is: a torch optimizer over two levels that returns a record of each outer iteration."""
+"""What every method is: a torch optimizer over two levels that returns a record of each outer
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,18 @@ _NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
 
 
 class BilevelOptimizer(Optimizer, ABC):
-    """A bilevel method: hyper-parameters in ``param_groups``, state in ``state``, the iterate in the parameters.
+    """A bilevel method: hyper-parameters in ``param_groups``, state in ``state``, the iterate in
+    the parameters.
 
-    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns the new ones with its record.
+    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns
+    the new ones with its record.
 
     Args:
-        params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]``. A group may
-            have a ``unit``: the method then works in u with x = unit * u, which gives the level steps unit**2 times as long.
-        defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that checkpoints load with
-            ``weights_only``.
+        params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...],
+            "level": "lower"}]``. A group may have a ``unit``: the method then works in u with x =
+            unit * u, which gives the level steps unit**2 times as long.
+        defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that
+            checkpoints load with ``weights_only``.
     """
 
     # Whether the method strengthens a penalty, and says so in a `PenaltyInfo`.
@@ -43,7 +48,8 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A module whose hyper-parameters name its solver is loaded with `weights_only`, which is torch's default.
+        # A module whose hyper-parameters name its solver is loaded with `weights_only`, which is
+        # torch's default.
         torch.serialization.add_safe_globals([cls])
 
     def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -61,7 +67,8 @@ class BilevelOptimizer(Optimizer, ABC):
     @property
     def memory(self) -> dict[str, Any]:
         """The state of the run: tensors, ints, floats and bools."""
-        # torch keeps state per parameter; what belongs to the whole run stays with the first one, as in torch's LBFGS.
+        # torch keeps state per parameter; what belongs to the whole run stays with the first one,
+        # as in torch's LBFGS.
         state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
         return state
 
@@ -93,7 +100,9 @@ class BilevelOptimizer(Optimizer, ABC):
 
     @property
     def chosen(self) -> list[tuple[str, str]]:
-        """The constants that the method has chosen for itself, each with its value and where that comes from."""
+        """The constants that the method has chosen for itself, each with its value and where that
+        comes from.
+        """
         return []
 
     @property
@@ -109,7 +118,8 @@ class BilevelOptimizer(Optimizer, ABC):
 
         Args:
             problem: The problem, in the units of the parameter groups.
-            x: The upper-level variables; the very tensor that the last iteration returned, if nothing has changed since.
+            x: The upper-level variables; the very tensor that the last iteration returned, if
+                nothing has changed since.
             y: The lower-level variables, likewise.
 
         Returns:
@@ -117,7 +127,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Look at the problem before an iteration, and return by how much to multiply the unit of the upper level."""
+        """Look at the problem before an iteration, and return by how much to multiply the unit of
+        the upper level.
+        """
         return 1.0
 
     @torch.no_grad()
@@ -127,9 +139,11 @@ class BilevelOptimizer(Optimizer, ABC):
         """Do one outer iteration on the problem and write the new point into the parameters.
 
         Args:
-            closure: Called once; it is how Lightning counts a step. Where no problem is given, it returns the problem, as in
-                ``solver.step(lambda: problem)``: an optimizer that Fabric has wrapped takes a closure and nothing else.
-            problem: f and g. As long as it is the same object, what is known of the current point is used again.
+            closure: Called once; it is how Lightning counts a step. Where no problem is given, it
+                returns the problem, as in ``solver.step(lambda: problem)``: an optimizer that
+                Fabric has wrapped takes a closure and nothing else.
+            problem: f and g. As long as it is the same object, what is known of the current point
+                is used again.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -138,8 +152,8 @@ class BilevelOptimizer(Optimizer, ABC):
         if not isinstance(problem, BilevelProblem):
             got = "no problem" if problem is None else f"a {type(problem).__name__}"
             raise TypeError(
-                f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as `step(problem=problem)` "
-                "or `step(lambda: problem)` with a BilevelProblem."
+                f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
+                "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
             )
         began, calls, memory = time.perf_counter(), problem.calls, self.memory
         before, scaled = dict(memory), self._in_units(problem)
@@ -159,7 +173,8 @@ class BilevelOptimizer(Optimizer, ABC):
             if not math.isfinite(step):
                 sizes = f"{norm(x):.3g}, {norm(y):.3g}"
                 raise NonFiniteError(
-                    f"the step from a point with norms {sizes} has the length {step}: make steps shorter."
+                    f"the step from a point with norms {sizes} has the length {step}: make steps "
+                    "shorter."
                 )
         except BaseException as error:
             memory.clear()
@@ -189,16 +204,21 @@ class BilevelOptimizer(Optimizer, ABC):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters beyond the two levels, such as those that a finetuning callback unfreezes."""
+        """Refuse parameters beyond the two levels, such as those that a finetuning callback
+        unfreezes.
+        """
         if len(self.param_groups) == 2:
             raise ValueError(
-                f"`{type(self).__name__}.add_param_group` cannot take parameters into a run whose vectors x and y have a fixed "
-                "length. Unfreeze them before `Trainer.fit`; to train more, call it once more."
+                f"`{type(self).__name__}.add_param_group` cannot take parameters into a run whose "
+                "vectors x and y have a fixed length. Unfreeze them before `Trainer.fit`; to train "
+                "more, call it once more."
             )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run, also one that was saved before units were an option of the groups."""
+        """Load the state of a run, also one that was saved before units were an option of the
+        groups.
+        """
         groups = [
             {"unit": mine["unit"], **saved}
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
@@ -222,7 +242,9 @@ class BilevelOptimizer(Optimizer, ABC):
         return [group["unit"] for group in self.param_groups]
 
     def _in_units(self, problem: BilevelProblem) -> BilevelProblem:
-        """Return the problem in the variables u and v, x = unit * u and y = unit * v, with its count of calls."""
+        """Return the problem in the variables u and v, x = unit * u and y = unit * v, with its
+        count of calls.
+        """
         if self._units == [1.0, 1.0]:
             return problem
         if self._scaled is None or self._scaled[0] is not problem or self._scaled[1] != self._units:
@@ -231,7 +253,9 @@ class BilevelOptimizer(Optimizer, ABC):
         return self._scaled[2]
 
     def _current(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Return x and y: the very tensors of the last iteration if problem and parameters are still the same."""
+        """Return x and y: the very tensors of the last iteration if problem and parameters are
+        still the same.
+        """
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
         # A process that evaluates anew what another one knows would wait for it for ever.
         unchanged = (
@@ -265,13 +289,14 @@ class BilevelOptimizer(Optimizer, ABC):
             given = given / unit
             projected = convex_set.project(given)
             moved = norm(projected - given)
-            # A point that was projected before may move by a rounding: a resumed run goes on from where it was.
+            # A point that was projected before may move by a rounding: a resumed run goes on from
+            # where it was.
             if moved <= 1e2 * torch.finfo(given.dtype).eps * norm(given):
                 point.append(given)
                 continue
             warnings.warn(
-                f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, which moved it by "
-                f"{moved * unit:.3g}.",
+                f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, "
+                f"which moved it by {moved * unit:.3g}.",
                 stacklevel=3,
             )
             point.append(projected)
@@ -283,7 +308,8 @@ class BilevelOptimizer(Optimizer, ABC):
             parameter.copy_(block)
         for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
             if not _is_power_of_two(unit):
-                # Dividing the parameters by the unit would round once more: a resumed run needs the vector itself.
+                # Dividing the parameters by the unit would round once more: a resumed run needs the
+                # vector itself.
                 self.memory[f"{group['level']}_in_units"] = vector
         self._point = (problem, x, y)
 
@@ -301,7 +327,8 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
     }
     if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
         raise ValueError(
-            f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs {rule}."
+            f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs "
+            f"{rule}."
         )
     ordered = [by_level["upper"], by_level["lower"]]
     for group in ordered:
@@ -309,20 +336,23 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
             raise ValueError(f"`{name}(params)`: the {group['level']} level has no parameters.")
         if not 0.0 < group.get("unit", 1.0) < math.inf:
             raise ValueError(
-                f"`{name}(params)`: the unit {group['unit']} of the {group['level']} level must be positive and finite."
+                f"`{name}(params)`: the unit {group['unit']} of the {group['level']} level must be "
+                "positive and finite."
             )
     if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
         raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
     kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
     if len(kinds) > 1:
         raise ValueError(
-            f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one dtype and device."
+            f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one "
+            "dtype and device."
         )
     dtype = ordered[0]["params"][0].dtype
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"`{name}(params)` has parameters of {dtype}: only float32 and float64 are supported, because the Moreau gap is a "
-            "small difference of large numbers, which half precision does not resolve."
+            f"`{name}(params)` has parameters of {dtype}: only float32 and float64 are supported, "
+            "because the Moreau gap is a small difference of large numbers, which half precision "
+            "does not resolve."
         )
     return ordered
 

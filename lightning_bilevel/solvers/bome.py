@@ -26,9 +26,10 @@ _GUARD = 1e-8
 class BOME(BilevelOptimizer):
     r"""Bilevel optimisation made easy: a gradient step with a dynamic barrier.
 
-    It minimises f subject to :math:`q = g - g^* \le 0`, where :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by
-    :math:`g(x, \theta)` after T gradient steps from y. The direction is the nearest to :math:`\nabla f` along which q falls at
-    the rate :math:`\phi_k` at least. With :math:`w = (x, y)`:
+    It minimises f subject to :math:`q = g - g^* \le 0`, where
+    :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by :math:`g(x, \theta)` after T gradient
+    steps from y. The direction is the nearest to :math:`\nabla f` along which q falls at the rate
+    :math:`\phi_k` at least. With :math:`w = (x, y)`:
 
     .. math::
         \theta &= y^k, \quad\text{then T times}\quad
@@ -38,28 +39,32 @@ class BOME(BilevelOptimizer):
           \quad \phi_k = \eta \|\nabla q\|^2 \\
         w^{k+1} &= P_{X \times Y}\bigl(w^k - \xi [\nabla f(w^k) + \lambda_k \nabla q]\bigr)
 
-    Assumption on g: g(x, .) satisfies the Polyak-Lojasiewicz (PL) condition. Guarantee: an epsilon-KKT* point in
-    :math:`O(\epsilon^{-6})` to :math:`O(\epsilon^{-8})` iterations, where KKT* is the method's own measure
-    :math:`\min_{\lambda \ge 0} \|\nabla f + \lambda \nabla q\|^2 + q` and not the classical KKT residual. Cost of an iteration:
-    T + 3 passes. Upper and lower of the record are f and g at :math:`(x^k, y^k)`, the multiplier is :math:`\lambda_k`, which
-    is not carried over.
+    Assumption on g: g(x, .) satisfies the Polyak-Lojasiewicz (PL) condition. Guarantee: an
+    epsilon-KKT* point in :math:`O(\epsilon^{-6})` to :math:`O(\epsilon^{-8})` iterations, where
+    KKT* is the method's own measure
+    :math:`\min_{\lambda \ge 0} \|\nabla f + \lambda \nabla q\|^2 + q` and not the classical KKT
+    residual. Cost of an iteration: T + 3 passes. Upper and lower of the record are f and g at
+    :math:`(x^k, y^k)`, the multiplier is :math:`\lambda_k`, which is not carried over.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         xi: :math:`\xi`, the step of x and y.
         alpha: :math:`\alpha`, the step of the inner variable.
         eta: :math:`\eta`, the barrier's coefficient.
         T: The inner steps.
-        barrier: ``"gradient"`` is :math:`\phi_k = \eta \|\nabla q\|^2`, ``"value"`` is :math:`\phi_k = \eta q`.
+        barrier: ``"gradient"`` is :math:`\phi_k = \eta \|\nabla q\|^2`, ``"value"`` is
+            :math:`\phi_k = \eta q`.
 
     The defaults are generic.
 
     References:
-        Liu, Ye, Wright, Stone, Liu: BOME! Bilevel Optimization Made Easy: A Simple First-Order Approach. NeurIPS 2022.
+        Liu, Ye, Wright, Stone, Liu: BOME! Bilevel Optimization Made Easy: A Simple First-Order
+            Approach. NeurIPS 2022.
 
     Notes:
-        The authors' toy code has the gradient barrier, their hyper-cleaning code the value barrier; which one the settings of
-        the paper that this library follows belong to is not said.
+        The authors' toy code has the gradient barrier, their hyper-cleaning code the value barrier;
+        which one the settings of the paper that this library follows belong to is not said.
     """
 
     def __init__(

@@ -23,8 +23,9 @@ Growth = Literal["growing", "constant"]
 class F2SA(BilevelOptimizer):
     r"""Fully first-order method (the paper's stochastic approximation, run on full batches).
 
-    It solves :math:`\min_x \min_y \max_z f(x, y) + \lambda_k (g(x, y) - g(x, z))`, the penalty form of the value-function
-    problem, from :math:`z^0 = y^0`. T times within iteration k, and then once:
+    It solves :math:`\min_x \min_y \max_z f(x, y) + \lambda_k (g(x, y) - g(x, z))`, the penalty form
+    of the value-function problem, from :math:`z^0 = y^0`. T times within iteration k, and then
+    once:
 
     .. math::
         z &\leftarrow P_Y\bigl(z - \gamma_k \nabla_y g(x^k, z)\bigr), \qquad
@@ -33,29 +34,34 @@ class F2SA(BilevelOptimizer):
           + \lambda_k (\nabla_x g(x^k, y^{k+1}) - \nabla_x g(x^k, z^{k+1}))]\bigr) \\
         \lambda_k &= \lambda_0 \alpha_0 / \alpha_k
 
-    Assumption on g: g(x, .) is strongly convex. Guarantee: stationarity of the hyper-objective :math:`f(x, y^*(x))` up to
-    epsilon in :math:`\tilde O(\epsilon^{-3})` iterations. Cost of an iteration: 3T + 3 passes, of which one is saved where f
-    does not depend on x. Upper of the record is f at :math:`x^k` and the y before its last step, lower is g at
-    :math:`(x^k, y^{k+1})`: where the iteration last evaluates them. Its multiplier is :math:`\lambda_k`.
+    Assumption on g: g(x, .) is strongly convex. Guarantee: stationarity of the hyper-objective
+    :math:`f(x, y^*(x))` up to epsilon in :math:`\tilde O(\epsilon^{-3})` iterations. Cost of an
+    iteration: 3T + 3 passes, of which one is saved where f does not depend on x. Upper of the
+    record is f at :math:`x^k` and the y before its last step, lower is g at :math:`(x^k, y^{k+1})`:
+    where the iteration last evaluates them. Its multiplier is :math:`\lambda_k`.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         alpha: :math:`\alpha_k`, the step of y, and times xi that of x.
         gamma: :math:`\gamma_k`, the step of z.
         xi: :math:`\xi`, the ratio of the steps of x and y.
         lambda0: :math:`\lambda_0`, the first multiplier.
         T: The steps of z and y per iteration.
-        multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"`` is
-            :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
+        multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"``
+            is :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
 
-    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are generic.
+    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    The defaults are generic.
 
     References:
-        Kwon, Kwon, Wright, Nowak: A Fully First-Order Method for Stochastic Bilevel Optimization. ICML 2023.
+        Kwon, Kwon, Wright, Nowak: A Fully First-Order Method for Stochastic Bilevel Optimization.
+            ICML 2023.
 
     Notes:
-        The paper that this library follows does not state the growth of the multiplier. ``"growing"`` is the scaling of the
-        method's deterministic theory, a multiplier in proportion to 1/alpha; the constant one is nearly as plausible.
+        The paper that this library follows does not state the growth of the multiplier.
+        ``"growing"`` is the scaling of the method's deterministic theory, a multiplier in
+        proportion to 1/alpha; the constant one is nearly as plausible.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ def remembered(optimizer: BilevelOptimizer, name: str, y: Tensor) -> Tensor:
     kept: Tensor = saved
     if kept.shape != y.shape:
         raise ValueError(
-            f"`{type(optimizer).__name__}` keeps {name} of {kept.numel()} coordinates, and the lower level has {y.numel()}: "
-            "the state was saved for another lower level."
+            f"`{type(optimizer).__name__}` keeps {name} of {kept.numel()} coordinates, and the "
+            f"lower level has {y.numel()}: the state was saved for another lower level."
         )
     return kept
 

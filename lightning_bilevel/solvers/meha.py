@@ -27,7 +27,9 @@ GROWING = Power(1.0, 0.25)
 def checked_steps(
     solver: str, choices: dict[str, Any] | None = None, **given: Any
 ) -> dict[str, Any]:
-    """Return the checked arguments of a method on a penalised Moreau gap, with the learning rate that it starts with."""
+    """Return the checked arguments of a method on a penalised Moreau gap, with the learning rate
+    that it starts with.
+    """
     constants = checked_arguments(
         solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices
     )
@@ -54,7 +56,9 @@ def bracket_x(
 def bracket_y(
     problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float, gamma: float
 ) -> tuple[Tensor, float, float]:
-    r"""Return :math:`d_y = \nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, with the values of f and g."""
+    r"""Return :math:`d_y = \nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, with the
+    values of f and g.
+    """
     f, f_y = problem.upper_y(lower.x, y)
     g, g_y = lower.value_and_gradient(y)
     return torch.add(g_y, f_y, alpha=1 / c).sub_(y - theta, alpha=1 / gamma), f, g
@@ -64,8 +68,8 @@ class MEHA(BilevelOptimizer):
     r"""Moreau-envelope Hessian-free algorithm.
 
     It takes gradient steps on the penalised Moreau gap :math:`f/c_k + g - v_\gamma`, where
-    :math:`v_\gamma(x, y) = \min_{\theta \in Y} g(x, \theta) + \|\theta - y\|^2/(2\gamma)` and :math:`\theta` follows the
-    minimiser by one step per iteration, from :math:`\theta^0 = y^0`:
+    :math:`v_\gamma(x, y) = \min_{\theta \in Y} g(x, \theta) + \|\theta - y\|^2/(2\gamma)` and
+    :math:`\theta` follows the minimiser by one step per iteration, from :math:`\theta^0 = y^0`:
 
     .. math::
         \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k) + (\theta^k - y^k)/\gamma]\bigr) \\
@@ -74,29 +78,33 @@ class MEHA(BilevelOptimizer):
         y^{k+1} &= P_Y\bigl(y^k - \beta_k [\nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k)
           - (y^k - \theta^{k+1})/\gamma]\bigr)
 
-    Assumption on g: g(x, .) is weakly convex (it may be nonconvex). Guarantee: stationarity of the penalised problem and
-    feasibility of the Moreau gap, both up to epsilon, in :math:`O(\epsilon^{-4})` iterations with a growing :math:`c_k`.
-    Cost of an iteration: 6 passes, of which one is saved where f does not depend on x. Upper and lower of the record are f and
-    g at :math:`(x^{k+1}, y^k)`, where the iteration last evaluates them.
+    Assumption on g: g(x, .) is weakly convex (it may be nonconvex). Guarantee: stationarity of the
+    penalised problem and feasibility of the Moreau gap, both up to epsilon, in
+    :math:`O(\epsilon^{-4})` iterations with a growing :math:`c_k`. Cost of an iteration: 6 passes,
+    of which one is saved where f does not depend on x. Upper and lower of the record are f and g at
+    :math:`(x^{k+1}, y^k)`, where the iteration last evaluates them.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         alpha: :math:`\alpha_k`, the step of x.
         beta: :math:`\beta_k`, the step of y.
         eta: :math:`\eta_k`, the step of :math:`\theta`.
         gamma: :math:`\gamma`, the proximal parameter; below 1/(weak-convexity modulus of g(x, .)).
-        c: :math:`c_k`, the penalty, which divides f: the larger, the closer the lower level is held to stationarity.
+        c: :math:`c_k`, the penalty, which divides f: the larger, the closer the lower level is held
+            to stationarity.
 
-    The steps and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are generic: steps
-    that suit functions of curvature about 1, and a slowly growing penalty.
+    The steps and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    The defaults are generic: steps that suit functions of curvature about 1, and a slowly growing
+    penalty.
 
     References:
-        Liu, Liu, Yao, Zeng, Zhang: Moreau Envelope for Nonconvex Bi-Level Optimization: A Single-Loop and Hessian-Free
-        Solution Strategy. ICML 2024.
+        Liu, Liu, Yao, Zeng, Zhang: Moreau Envelope for Nonconvex Bi-Level Optimization: A
+        Single-Loop and Hessian-Free Solution Strategy. ICML 2024.
 
     Notes:
-        The published toy code multiplies f by :math:`c_k`; the paper divides, as here. The projections are the natural
-        insertion for constrained levels.
+        The published toy code multiplies f by :math:`c_k`; the paper divides, as here. The
+        projections are the natural insertion for constrained levels.
     """
 
     def __init__(

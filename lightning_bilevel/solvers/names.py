@@ -1,4 +1,6 @@
-"""All logged names in one table: what they are called, what they mean, and where TensorBoard shows them."""
+"""All logged names in one table: what they are called, what they mean, and where TensorBoard shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ class Name(NamedTuple):
     Attributes:
         tag: Its name with loggers and in ``trainer.callback_metrics``.
         meaning: What it is, in words.
-        chart: The group and the title of its chart in TensorBoard's custom scalars; empty if it has none.
+        chart: The group and the title of its chart in TensorBoard's custom scalars; empty if it has
+            none.
         attribute: The attribute of the record that it is; empty for what a monitor computes.
         penalised: Whether only a method that strengthens a penalty has it, such as IVSP.
     """
@@ -124,5 +127,7 @@ NAMES = (
 
 
 def tag_of(attribute: str) -> str:
-    """Return the logged name of an attribute of a record; one that the table does not have is called by its own."""
+    """Return the logged name of an attribute of a record; one that the table does not have is
+    called by its own.
+    """
     return next((name.tag for name in NAMES if name.attribute == attribute), f"bilevel/{attribute}")

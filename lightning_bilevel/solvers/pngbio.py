@@ -28,9 +28,9 @@ _GUARD = 1e-12
 class PNGBiO(BilevelOptimizer):
     r"""Penalty normalised gradient method.
 
-    It minimises MEHA's penalised Moreau gap (:class:`~lightning_bilevel.solvers.meha.MEHA`) by steps of prescribed lengths,
-    which need no bound on the gradients. With :math:`\theta^0 = y^0` and
-    :math:`\|\cdot\|_\circ = \|\cdot\| + 10^{-12}`:
+    It minimises MEHA's penalised Moreau gap (:class:`~lightning_bilevel.solvers.meha.MEHA`) by
+    steps of prescribed lengths, which need no bound on the gradients. With :math:`\theta^0 = y^0`
+    and :math:`\|\cdot\|_\circ = \|\cdot\| + 10^{-12}`:
 
     .. math::
         \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k) + (\theta^k - y^k)/\gamma]\bigr) \\
@@ -39,32 +39,36 @@ class PNGBiO(BilevelOptimizer):
         y^{k+1} &= P_Y\bigl(y^k - \beta_k d_y / \|d_y\|_\circ\bigr), \quad
           d_y = \nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k) - (y^k - \theta^{k+1})/\gamma
 
-    Assumption on g: g(x, .) is weakly convex, and f and g are smooth in a generalised sense (the curvature may grow with the
-    gradient). Guarantee: stationarity of the penalised problem and feasibility of the Moreau gap, both up to epsilon, in
-    :math:`O(\epsilon^{-4})` iterations. Cost of an iteration: 6 passes, of which one is saved where f does not depend on x;
-    4 with joint norms. Upper and lower of the record are f and g at :math:`(x^{k+1}, y^k)`, where the iteration last evaluates
-    them; with joint norms at :math:`(x^k, y^k)`.
+    Assumption on g: g(x, .) is weakly convex, and f and g are smooth in a generalised sense (the
+    curvature may grow with the gradient). Guarantee: stationarity of the penalised problem and
+    feasibility of the Moreau gap, both up to epsilon, in :math:`O(\epsilon^{-4})` iterations. Cost
+    of an iteration: 6 passes, of which one is saved where f does not depend on x; 4 with joint
+    norms. Upper and lower of the record are f and g at :math:`(x^{k+1}, y^k)`, where the iteration
+    last evaluates them; with joint norms at :math:`(x^k, y^k)`.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         alpha: :math:`\alpha_k`, the length of the step of x.
-        beta: :math:`\beta_k`, the length of the step of y. The iterate stays about that far from where it tends to, so the
-            lengths should fall.
+        beta: :math:`\beta_k`, the length of the step of y. The iterate stays about that far from
+            where it tends to, so the lengths should fall.
         eta: :math:`\eta_k`, the step of :math:`\theta`, which is not normalised.
         gamma: :math:`\gamma`, the proximal parameter; below 1/(weak-convexity modulus of g(x, .)).
         c: :math:`c_k`, the penalty, which divides f.
-        norms: ``"separate"`` normalises the two directions each by itself, as above; ``"joint"`` takes both at
-            :math:`(x^k, y^k)` and divides them by the norm of :math:`(d_x, d_y)`.
+        norms: ``"separate"`` normalises the two directions each by itself, as above; ``"joint"``
+            takes both at :math:`(x^k, y^k)` and divides them by the norm of :math:`(d_x, d_y)`.
 
-    alpha, beta, eta and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are
-    generic.
+    alpha, beta, eta and c are numbers or schedules
+    (:class:`~lightning_bilevel.solvers.schedule.Power`). The defaults are generic.
 
     References:
-        Zhang, Huang, Huang: Generalized Smooth Bilevel Optimization with Nonconvex Lower-Level. ICML 2025.
+        Zhang, Huang, Huang: Generalized Smooth Bilevel Optimization with Nonconvex Lower-Level.
+            ICML 2025.
 
     Notes:
-        The method's paper was at hand as an abstract only. That :math:`\theta` takes a plain step and that the norms are
-        separate is inferred from a sister method of the same group and from numerical tests; joint norms cannot be excluded.
+        The method's paper was at hand as an abstract only. That :math:`\theta` takes a plain step
+        and that the norms are separate is inferred from a sister method of the same group and from
+        numerical tests; joint norms cannot be excluded.
     """
 
     def __init__(

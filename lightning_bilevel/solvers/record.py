@@ -1,4 +1,6 @@
-"""The record of an outer iteration, which is all that logs, callbacks and comparisons know of a solver."""
+"""The record of an outer iteration, which is all that logs, callbacks and comparisons know of a
+solver.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ class StepInfo:
     :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
 
     Attributes:
-        upper: f at the last point where the iteration evaluated it (for IVSP the new point; each method says which).
+        upper: f at the last point where the iteration evaluated it (for IVSP the new point; each
+            method says which).
         lower: g(x, y), likewise.
         inner_iterations: Gradient steps on the lower level.
-        lr: The step size of the upper level, which a LearningRateMonitor sees; None leaves that of the parameter groups.
+        lr: The step size of the upper level, which a LearningRateMonitor sees; None leaves that of
+            the parameter groups.
         iteration: The number of the iteration, from 1.
-        step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; a method that knows it may say so.
+        step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; a method that knows
+            it may say so.
         calls: Evaluations of f and g.
         passes: Forward and backward passes since the start of the run.
         optimization_time: Seconds spent in the solver since then.
@@ -82,7 +87,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiplierInfo(StepInfo):
-    """What one outer iteration did of a method that weights the gap g(x, y) - g(x, z) of its inner variable z.
+    """What one outer iteration did of a method that weights the gap g(x, y) - g(x, z) of its inner
+    variable z.
 
     Attributes:
         multiplier: The weight of the gap in this iteration.
@@ -95,7 +101,8 @@ class MultiplierInfo(StepInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyInfo(StepInfo):
-    r"""What one outer iteration did of a method that searches along a smoothed penalty function, which it strengthens.
+    r"""What one outer iteration did of a method that searches along a smoothed penalty function,
+    which it strengthens.
 
     Attributes:
         residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point.

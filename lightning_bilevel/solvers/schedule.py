@@ -1,7 +1,7 @@
 r"""Step lengths and penalties that change with the iteration.
 
-A solver takes such an argument as a number or as a :class:`Power` and stores it as the pair (initial, power): checkpoints
-load with ``weights_only`` and hold plain numbers only.
+A solver takes such an argument as a number or as a :class:`Power` and stores it as the pair
+(initial, power): checkpoints load with ``weights_only`` and hold plain numbers only.
 """
 
 from __future__ import annotations

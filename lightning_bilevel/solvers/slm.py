@@ -22,9 +22,10 @@ Dual = Literal["ascent", "damped"]
 class SLM(BilevelOptimizer):
     r"""Smoothed first-order Lagrangian method, in its most consistent reading.
 
-    It is a primal-dual method on the Lagrangian :math:`f + \lambda (g - g^* - \delta)` of the relaxed value-function problem
-    :math:`\min f` s.t. :math:`g(x, y) - g^*(x) \le \delta`, where :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by
-    g(x, z) after T gradient steps from y:
+    It is a primal-dual method on the Lagrangian :math:`f + \lambda (g - g^* - \delta)` of the
+    relaxed value-function problem :math:`\min f` s.t. :math:`g(x, y) - g^*(x) \le \delta`, where
+    :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by g(x, z) after T gradient steps from
+    y:
 
     .. math::
         z &= y^r, \quad\text{then T times}\quad z \leftarrow P_Y\bigl(z - \gamma \nabla_y g(x^r, z)\bigr) \\
@@ -32,14 +33,16 @@ class SLM(BilevelOptimizer):
         y^{r+1} &= P_Y\bigl(y^r - \alpha [\nabla_y f + \lambda_r \nabla_y g(x^r, y^r)]\bigr) \\
         \lambda_{r+1} &= \max\bigl\{0,\; \lambda_r + \tau [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\bigr\}
 
-    with the gradients of f at :math:`(x^r, y^r)`. Assumption on g: g(x, .) satisfies the Polyak-Lojasiewicz (PL) condition and
-    the constraint is regular. Guarantee: an epsilon-KKT point of the relaxed problem, for a fixed :math:`\delta`, in
-    :math:`O(\epsilon^{-2})` iterations. Cost of an iteration: T + 3 passes and two values of g. Upper of the record is f at
-    :math:`(x^r, y^r)` and lower is g at :math:`(x^{r+1}, y^{r+1})`, where the iteration last evaluates them; the multiplier is
-    :math:`\lambda_r`.
+    with the gradients of f at :math:`(x^r, y^r)`. Assumption on g: g(x, .) satisfies the
+    Polyak-Lojasiewicz (PL) condition and the constraint is regular. Guarantee: an epsilon-KKT point
+    of the relaxed problem, for a fixed :math:`\delta`, in :math:`O(\epsilon^{-2})` iterations. Cost
+    of an iteration: T + 3 passes and two values of g. Upper of the record is f at
+    :math:`(x^r, y^r)` and lower is g at :math:`(x^{r+1}, y^{r+1})`, where the iteration last
+    evaluates them; the multiplier is :math:`\lambda_r`.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         eta: :math:`\eta`, the step of x.
         alpha: :math:`\alpha`, the step of y.
         gamma: :math:`\gamma`, the step of the inner variable z.
@@ -48,19 +51,22 @@ class SLM(BilevelOptimizer):
         delta: :math:`\delta`, the relaxation.
         lambda0: :math:`\lambda_0`, the first multiplier.
         restart: Whether z starts at y in each iteration, as above, or goes on from where it was.
-        dual: ``"ascent"`` is the above. ``"damped"`` reads gamma as the step and tau as the damping of the multiplier,
-            :math:`\lambda_{r+1} = \max\{0, (1 - \tau) \lambda_r + \gamma [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\}`; z
-            then steps with alpha, as y does.
+        dual: ``"ascent"`` is the above. ``"damped"`` reads gamma as the step and tau as the damping
+            of the multiplier,
+            :math:`\lambda_{r+1} = \max\{0, (1 - \tau) \lambda_r + \gamma [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\}`;
+            z then steps with alpha, as y does.
 
     The defaults are generic, but for delta, the relaxation that the paper uses for IVSP.
 
     References:
-        Lu: SLM: A Smoothed First-Order Lagrangian Method for Structured Constrained Nonconvex Optimization. NeurIPS 2023.
+        Lu: SLM: A Smoothed First-Order Lagrangian Method for Structured Constrained Nonconvex
+            Optimization. NeurIPS 2023.
 
     Notes:
-        The method's paper was at hand as an abstract only. The formulation is certain; the form of the updates and the role of
-        each constant were chosen as those most consistent with the settings of the paper that this library follows, on its
-        synthetic problem. Whatever smoothing the method's name refers to is not part of this reading.
+        The method's paper was at hand as an abstract only. The formulation is certain; the form of
+        the updates and the role of each constant were chosen as those most consistent with the
+        settings of the paper that this library follows, on its synthetic problem. Whatever
+        smoothing the method's name refers to is not part of this reading.
     """
 
     def __init__(
@@ -97,7 +103,8 @@ class SLM(BilevelOptimizer):
         )
         if dual == "damped" and tau > 1:
             raise ValueError(
-                f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the multiplier."
+                f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the "
+                "multiplier."
             )
         super().__init__(params, {"lr": eta, **constants})
         self.memory["lambda"] = float(lambda0)

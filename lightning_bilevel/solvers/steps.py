@@ -10,7 +10,8 @@ from lightning_bilevel.core.sets import ConvexSet
 
 __all__ = ["StepRule", "plain"]
 
-# (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` is one too.
+# (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` is
+# one too.
 StepRule = Callable[[Tensor, Tensor, float, ConvexSet], Tensor]
 
 

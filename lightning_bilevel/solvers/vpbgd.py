@@ -21,21 +21,24 @@ __all__ = ["VPBGD"]
 class VPBGD(BilevelOptimizer):
     r"""Penalty-based bilevel gradient descent with the value-function gap.
 
-    It takes gradient steps on :math:`f + \gamma_k (g - g^*)`, where :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by
-    g(x, w) after T gradient steps from y:
+    It takes gradient steps on :math:`f + \gamma_k (g - g^*)`, where
+    :math:`g^*(x) = \min_{u \in Y} g(x, u)` is approximated by g(x, w) after T gradient steps from
+    y:
 
     .. math::
         w &= y^k, \quad\text{then T times}\quad w \leftarrow P_Y\bigl(w - \beta \nabla_y g(x^k, w)\bigr) \\
         x^{k+1} &= P_X\bigl(x^k - \alpha [\nabla_x f + \gamma_k (\nabla_x g(x^k, y^k) - \nabla_x g(x^k, w))]\bigr) \\
         y^{k+1} &= P_Y\bigl(y^k - \alpha [\nabla_y f + \gamma_k \nabla_y g(x^k, y^k)]\bigr)
 
-    with the gradients of f at :math:`(x^k, y^k)`. Assumption on g: g(x, .) satisfies the Polyak-Lojasiewicz (PL) condition.
-    Guarantee: stationarity of the penalised problem up to epsilon in :math:`\tilde O(\epsilon^{-2})` iterations, for a fixed
-    penalty. Cost of an iteration: T + 3 passes. Upper and lower of the record are f and g at :math:`(x^k, y^k)`, the
+    with the gradients of f at :math:`(x^k, y^k)`. Assumption on g: g(x, .) satisfies the
+    Polyak-Lojasiewicz (PL) condition. Guarantee: stationarity of the penalised problem up to
+    epsilon in :math:`\tilde O(\epsilon^{-2})` iterations, for a fixed penalty. Cost of an
+    iteration: T + 3 passes. Upper and lower of the record are f and g at :math:`(x^k, y^k)`, the
     multiplier is :math:`\gamma_k`.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         alpha: :math:`\alpha`, the step of x and y.
         beta: :math:`\beta`, the step of the inner variable w.
         gamma: :math:`\gamma_k`, the penalty, which multiplies the gap; a number or a schedule
@@ -49,8 +52,9 @@ class VPBGD(BilevelOptimizer):
         Shen, Chen: On Penalty-based Bilevel Gradient Descent Method. ICML 2023 (Algorithm 1).
 
     Notes:
-        The authors' hyper-cleaning code keeps w, which their Algorithm 1 restarts. On the synthetic problem with the settings
-        of the paper that this library follows, only restarting reaches the solution.
+        The authors' hyper-cleaning code keeps w, which their Algorithm 1 restarts. On the synthetic
+        problem with the settings of the paper that this library follows, only restarting reaches
+        the solution.
     """
 
     def __init__(

@@ -79,7 +79,9 @@ def weighting(solver: Solver) -> Weighting:
 
 
 def as_problem(module: Weighting, envelope: Envelope) -> Problem:
-    """The same f and g as functions of flat vectors in float64, written without the library's evaluation of modules."""
+    """The same f and g as functions of flat vectors in float64, written without the library's
+    evaluation of modules.
+    """
     sizes = [6, 3]
 
     def doubled(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +119,8 @@ def test_monitors_agree_with_an_independent_computation(
         name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()
     }
     x, y = module.point
-    # f = grad f + multiplier * grad R needs z; its error is at most tolerance/m, and R's tolerance^2/(2 m).
+    # f = grad f + multiplier * grad R needs z; its error is at most tolerance/m, and R's
+    # tolerance^2/(2 m).
     envelope = module.envelope
     assert envelope is not None
     m, t, problem = envelope.modulus, tolerance or 1e-6, as_problem(module, envelope)
@@ -231,7 +234,8 @@ class TestPenaltyMonitor:
             assert event["iteration"] == step["iteration"]
             assert event["before"] == step["gamma"] == inverse_penalty(number, 0.9)
             assert event["after"] == inverse_penalty(number + 1, 0.9)
-            # what the update needs: R > 2 a_phi mu with a_phi = 1/8, and |step| <= c2 mu gamma with c2 = 1
+            # what the update needs: R > 2 a_phi mu with a_phi = 1/8, and |step| <= c2 mu gamma with
+            # c2 = 1
             assert event["residual"] == step["residual"] > event["threshold"] == step["mu"] / 4
             assert event["step"] == step["step"] <= event["bound"] == step["mu"] * step["gamma"]
         assert monitor.last_update == updates[-1]["iteration"]
@@ -536,7 +540,8 @@ class TestIntervals:
         run = trainer(tmp_path, max_steps=100, callbacks=monitors)
         run.fit(module, datamodule=weighting_data(epoch_length=1))
         assert module.last_step is not None
-        # more than one look, and one evaluation for both monitors; the last one is the look at the end
+        # more than one look, and one evaluation for both monitors; the last one is the look at the
+        # end
         assert 1 < monitors[0].evaluations < 100
         assert 0 < module.evaluation_time <= 0.2 * module.last_step.optimization_time + 2
 
@@ -765,7 +770,9 @@ def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
 
 
 def test_records_are_what_the_monitors_see(tmp_path: Path) -> None:
-    """The last record and the solver's constants are all that the monitors rest on: they are plain values."""
+    """The last record and the solver's constants are all that the monitors rest on: they are plain
+    values.
+    """
     module = Weighting()
     trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
     assert module.last_step is not None

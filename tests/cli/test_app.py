@@ -475,14 +475,17 @@ def test_every_config_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot learning its certificate."""
+    """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot
+    learning its certificate.
+    """
     assert read_config(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
     if source in FOLDERS:
         if not (DATA / FOLDERS[source]).exists():
             pytest.skip(
-                f"{source} has no data in {DATA}: put them there, or name their folder in LIGHTNING_BILEVEL_DATA"
+                f"{source} has no data in {DATA}: put them there, or name their folder in "
+                "LIGHTNING_BILEVEL_DATA"
             )
         options.append(f"--data.init_args.root={DATA}")
     if source.endswith("Episodes"):

@@ -148,7 +148,8 @@ def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         (
             ["compare", "nowhere"],
             [
-                "there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` lists them"
+                "there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` "
+                "lists them"
             ],
         ),
     ],

@@ -178,7 +178,8 @@ def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, s
 def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small: Path) -> None:
     out = tmp_path / "out"
     edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "max_trials", value=1)
-    # Long enough for the iteration that needs a second trial, on a machine that does other things too.
+    # Long enough for the iteration that needs a second trial, on a machine that does other things
+    # too.
     main(["compare", str(small), "--budget", "2s", "--out", str(out), "--evaluations", "2"])
     lines = {
         line.split("|")[1].strip(): line

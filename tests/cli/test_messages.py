@@ -1,4 +1,6 @@
-"""What a user can get wrong, through the real command line: a sentence that names it, and no traceback."""
+"""What a user can get wrong, through the real command line: a sentence that names it, and no
+traceback.
+"""
 
 from __future__ import annotations
 

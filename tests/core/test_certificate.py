@@ -105,7 +105,8 @@ def test_residuals_equal_the_reference(
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, float]) -> None:
     problem, functions, x, y, constants = random_problem(*case)
-    # At the bounds the normal cone matters: the distance is then only piecewise smooth in the multiplier.
+    # At the bounds the normal cone matters: the distance is then only piecewise smooth in the
+    # multiplier.
     x, y = problem.upper_set.project(3 * x), problem.lower_set.project(3 * y)
     envelope = Envelope(rho=0.5 / constants["sigma"], sigma=constants["sigma"], delta=0.05)
     best = certify(problem, x, y, envelope)

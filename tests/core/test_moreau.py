@@ -226,7 +226,8 @@ class TestGap:
             )
 
     def test_bounds_at_feasible_points(self, case: Any) -> None:
-        # Descent on the lower level leads to points with R <= 0, where |y - z| and the stationarity of z are bounded.
+        # Descent on the lower level leads to points with R <= 0, where |y - z| and the stationarity
+        # of z are bounded.
         s = Setting(case, delta=1e-3)
         envelope, y = s.envelope, s.y.numpy()
         project, found, distances = s.functions.project_y, 0, []
@@ -269,8 +270,8 @@ class TestInnerLoopError:
             inexact_prox(self.lower(), y, y, 1e-12, envelope, Free(), L_yy=1e6, max_inner=7)
         message = str(caught.value)
         assert (
-            "the inner loop made 7 iterations and its residual is 1.73, above 1.41e-06 (accuracy zeta=1e-12"
-            in message
+            "the inner loop made 7 iterations and its residual is 1.73, above 1.41e-06 (accuracy "
+            "zeta=1e-12" in message
         )
         assert (
             "If L_yy=1e+06 is far larger than the curvature of the lower level, make it smaller"
@@ -304,7 +305,8 @@ class TestInnerLoopError:
             inexact_prox(lower, y, y, 1e-3, envelope, Free(), L_yy=1.0)
 
     def test_non_finite_on_the_way_halves_the_step(self) -> None:
-        # -log y + y^2/2 + (y - c)^2/2 has its minimiser inside y > 0; a full step from 0.01 jumps out of the domain.
+        # -log y + y^2/2 + (y - c)^2/2 has its minimiser inside y > 0; a full step from 0.01 jumps
+        # out of the domain.
         problem = BilevelProblem(
             lambda x, y: y.sum(), lambda x, y: (-torch.log(y) + y**2 / 2).sum()
         )
@@ -334,7 +336,8 @@ class TestFloat32:
 
     @pytest.mark.parametrize("seed", range(3))
     def test_stops_where_large_terms_cancel(self, seed: int) -> None:
-        # g' = z - x and (z - y)/rho are both near 1000 and cancel at z near 0: the gradient's rounding, not z's, is the floor.
+        # g' = z - x and (z - y)/rho are both near 1000 and cancel at z near 0: the gradient's
+        # rounding, not z's, is the floor.
         problem, x, y = self.cancelling(seed)
         z, _ = inexact_prox(
             problem.at(x),

@@ -437,7 +437,9 @@ class TestRemembered:
         assert alive == [[], [False], [False, False]]
 
     def test_dies_with_its_problem(self) -> None:
-        """At once, not when the garbage collector comes round: on mini-batches there is a new problem at every step."""
+        """At once, not when the garbage collector comes round: on mini-batches there is a new
+        problem at every step.
+        """
         x, _, z = point()
         problem = BilevelProblem(f, loss_of_features, features=features)
         lower = problem.at(x)
@@ -600,7 +602,8 @@ class TestReduce:
             assert_same(got, [torch.as_tensor(v, dtype=torch.float64) for v in expected])
 
     def test_a_rank_without_x_still_takes_part(self) -> None:
-        # Otherwise the ranks call `reduce` a different number of times, and wait for each other for ever.
+        # Otherwise the ranks call `reduce` a different number of times, and wait for each other for
+        # ever.
         x, y, _ = point()
 
         def work(rank: int, reduce: Any) -> Any:
@@ -760,7 +763,9 @@ class TestCheck:
             )
 
     def test_returns_the_gradients_at_the_start(self) -> None:
-        """f = 2 x + 3 y and g = (y - x)^2 / 2 at x = 1, y = 3; a bound at 3 does not hold y, which g pulls down."""
+        """f = 2 x + 3 y and g = (y - x)^2 / 2 at x = 1, y = 3; a bound at 3 does not hold y, which
+        g pulls down.
+        """
         upper, lower = (
             (lambda x, y: 2 * x.sum() + 3 * y.sum()),
             (lambda x, y: ((y - x) ** 2).sum() / 2),

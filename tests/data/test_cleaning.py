@@ -287,7 +287,9 @@ SETS = [(MNISTCleaning, "MNIST"), (FashionMNISTCleaning, "FashionMNIST")]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with 60 training and 20 test images under both names, in the format of the official files."""
+    """A root with 60 training and 20 test images under both names, in the format of the official
+    files.
+    """
     pytest.importorskip("torchvision")
     for _, name in SETS:
         write_idx(tmp_path / name / "raw", "train", numbered(60, size=28), torch.arange(60) % 10)
@@ -823,11 +825,13 @@ def test_own_data_are_named_in_yaml(tmp_path: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             functional.to_pil_image(image).save(folder / f"{i}.png")
     folders = "\n".join(
-        f"    {part}: {{class_path: torchvision.datasets.ImageFolder, init_args: {{root: {tmp_path / part}}}}}"
+        f"    {part}: "
+        f"{{class_path: torchvision.datasets.ImageFolder, init_args: {{root: {tmp_path / part}}}}}"
         for part in ("train", "validation")
     )
     data = from_yaml(
-        f"data:\n  class_path: DatasetCleaning\n  init_args:\n{folders}\n    corrupted: [true, false, false, true, false, false]"
+        f"data:\n  class_path: DatasetCleaning\n  init_args:\n{folders}\n    corrupted: [true, "
+        "false, false, true, false, false]"
     )
     assert (data.n_train, data.classes, data.image_shape) == (6, 2, (3, 4, 4))
     assert numbers(data.lower[0]) == [0, 2, 4, 1, 3, 5]  # as the folders are read

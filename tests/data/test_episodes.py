@@ -215,7 +215,8 @@ class TestGlyphs:
         assert float(images.min()) >= 0
         assert float(images.max()) <= 1
         assert 0.03 < float(images.mean()) < 0.3
-        # The nearest other drawing is of the same class far more often than by chance, and not always.
+        # The nearest other drawing is of the same class far more often than by chance, and not
+        # always.
         flat = torch.nn.functional.avg_pool2d(images.flatten(0, 1), 4).flatten(1)
         distance = torch.cdist(flat, flat).fill_diagonal_(torch.inf)
         labels = torch.arange(30).repeat_interleave(8)

@@ -1,4 +1,6 @@
-"""learn2learn's tasks are our episodes and the other way round; runs with `-m learn2learn` where it is installed."""
+"""learn2learn's tasks are our episodes and the other way round; runs with `-m learn2learn` where it
+is installed.
+"""
 
 from __future__ import annotations
 

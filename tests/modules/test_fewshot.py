@@ -1,4 +1,6 @@
-"""Few-shot learning: the model is the paper's, evaluated in chunks and with cached features, and it learns."""
+"""Few-shot learning: the model is the paper's, evaluated in chunks and with cached features, and it
+learns.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def module(seed: int = 0, **options: Any) -> FewShot:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_features_are_those_of_the_usual_layout(channels: int) -> None:
-    # Convolution and pooling go over another layout of the images; normalisation is not as accurate there.
+    # Convolution and pooling go over another layout of the images; normalisation is not as accurate
+    # there.
     torch.manual_seed(0)
     encoder = Conv4(channels=8, inputs=channels)
     strokes = (torch.rand(50, channels, 28, 28) > 0.95).float()
@@ -126,7 +129,9 @@ def _in_order(block: Any) -> Tensor:
 
 
 def as_declared(x: Tensor, ours: FewShot) -> Tensor:
-    """Reorder a vector of the reference (kernel, bias, scale, shift per block) as the module has its parameters."""
+    """Reorder a vector of the reference (kernel, bias, scale, shift per block) as the module has
+    its parameters.
+    """
     index = torch.arange(len(x))
     order, rest = [], index
     for block in ours.encoder.blocks:
@@ -245,7 +250,8 @@ def test_adapted_heads_are_gradient_descent_on_each_task() -> None:
 
 def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     source = data(train_classes=40, n_train=20, n_validation=10, epoch_length=15)
-    # Of the first ten seeds all learn, to errors between 0.06 and 0.5; this one to 0.06, which leaves room for rounding.
+    # Of the first ten seeds all learn, to errors between 0.06 and 0.5; this one to 0.06, which
+    # leaves room for rounding.
     ours = module(
         seed=1,
         tasks=20,

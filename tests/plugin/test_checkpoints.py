@@ -97,7 +97,8 @@ def test_from_any_iteration_on(tmp_path: Path, task: str, solver: str, precision
 def logged_after(stop: int, run: dict[str, Any]) -> list[dict[str, str]]:
     rows = [row for row in run["logged"] if int(row["step"]) > stop]
     if stop % EPOCH == 0:
-        # Resumed from the end of an epoch, Lightning counts one batch too many on the axis of what `self.log` logs.
+        # Resumed from the end of an epoch, Lightning counts one batch too many on the axis of what
+        # `self.log` logs.
         rows = [row if "bilevel/upper" in row else {**row, "step": ""} for row in rows]
     return rows
 
@@ -133,7 +134,8 @@ class TestRefusals:
     def test_of_another_solver(self, tmp_path: Path) -> None:
         told = self.refused(tmp_path, Weighting(solver=BOME), saved(tmp_path))
         assert told.startswith(
-            "the checkpoint given to `Weighting` was written by IVSP, whose state BOME cannot go on from"
+            "the checkpoint given to `Weighting` was written by IVSP, whose state BOME cannot go "
+            "on from"
         )
 
     def test_of_another_size(self, tmp_path: Path) -> None:
@@ -148,8 +150,8 @@ class TestRefusals:
     def test_of_a_future_version(self, tmp_path: Path) -> None:
         told = self.refused(tmp_path, Weighting(), changed(saved(tmp_path), format=FORMAT + 1))
         assert (
-            f"was written by a later version of lightning-bilevel (format {FORMAT + 1}, known up to {FORMAT}): update"
-            in told
+            f"was written by a later version of lightning-bilevel (format {FORMAT + 1}, known up "
+            f"to {FORMAT}): update" in told
         )
 
     def test_of_another_kind_of_module(self, tmp_path: Path) -> None:
@@ -199,7 +201,8 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
             return Path.write_text, (tmp_path / "pwned", "yes")
 
     torch.save({"state_dict": Payload()}, tmp_path / "bad.ckpt")
-    # Torch's own default, which a bare Trainer takes, is the safe one from 2.6 on; before, SECURITY.md says to ask for it.
+    # Torch's own default, which a bare Trainer takes, is the safe one from 2.6 on; before,
+    # SECURITY.md says to ask for it.
     given = {
         "ckpt_path": tmp_path / "bad.ckpt",
         "weights_only": None if TorchVersion(torch.__version__) >= "2.6" else True,

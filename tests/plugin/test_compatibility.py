@@ -1,4 +1,6 @@
-"""What an experienced Lightning user tries first: Trainer flags, callbacks, loggers, strategies, and what modules may be."""
+"""What an experienced Lightning user tries first: Trainer flags, callbacks, loggers, strategies,
+and what modules may be.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +246,9 @@ class TestMetrics:
 
     @pytest.mark.parametrize("validation", [True, False])
     def test_early_stopping_waits_for_no_old_value(self, tmp_path: Path, validation: bool) -> None:
-        """A monitor that nobody waits for looks within its share of the time; this one is waited for."""
+        """A monitor that nobody waits for looks within its share of the time; this one is waited
+        for.
+        """
         scores: list[tuple[int, float]] = []
 
         class Recorded(EarlyStopping):
@@ -460,7 +464,9 @@ class TestTrainingStep:
 
 
 class TestMiniBatches:
-    """Batches that change: the certificate says what it is of, and a loader that has ended is named."""
+    """Batches that change: the certificate says what it is of, and a loader that has ended is
+    named.
+    """
 
     @staticmethod
     def loaders(sizes: dict[str, int], mode: str) -> Any:
@@ -593,7 +599,9 @@ def reloaded(module: Any) -> Any:
 
 
 def test_a_compiled_module_is_fitted_without_tracing_the_solver(tmp_path: Path) -> None:
-    """Dynamo would trace the line search for minutes: what it compiles must not grow with the steps."""
+    """Dynamo would trace the line search for minutes: what it compiles must not grow with the
+    steps.
+    """
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -677,7 +685,9 @@ class Collectives(SingleDeviceStrategy):
 def test_the_first_process_says_to_the_others_what_they_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is collective is called in all processes alike: none of it stands in code for the first one only."""
+    """Whatever is collective is called in all processes alike: none of it stands in code for the
+    first one only.
+    """
 
     def conversation(rank: int) -> list[str]:
         monkeypatch.setattr(rank_zero_only, "rank", rank)

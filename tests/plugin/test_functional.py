@@ -1,4 +1,6 @@
-"""Buffers that training writes to: running statistics and the vectors of spectral norms follow the accepted points."""
+"""Buffers that training writes to: running statistics and the vectors of spectral norms follow the
+accepted points.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 def test_running_statistics_are_those_of_the_accepted_points(
     tmp_path: Path, module: BilevelModule
 ) -> None:
-    """One update per outer iteration, at the point that it ended with: trials and inner loops leave nothing behind."""
+    """One update per outer iteration, at the point that it ended with: trials and inner loops leave
+    nothing behind.
+    """
     other, points = copy.deepcopy(module), Points()
     trainer(tmp_path, max_steps=7, callbacks=[points]).fit(module, datamodule=weighting_data())
     expected = by_hand(other, points.points, [samples(30, 2)], [samples(20, 1)])

@@ -33,7 +33,8 @@ CASES = [
     for solver in parallel.SOLVERS
     for precision in ("64-true", "32-true")
 ]
-# In float32 a difference of gradients has three digits, and with them the constants that IVSP chooses differ.
+# In float32 a difference of gradients has three digits, and with them the constants that IVSP
+# chooses differ.
 CASES = [case for case in CASES if not case.endswith("own/32-true")]
 CASES += [f"{task}/paper/64-true" for task in ("chunks", "encoded", "one sample", "weights")]
 # A sum in another order rounds differently, and the iterations carry that on.

@@ -145,8 +145,9 @@ def test_tensorboard_and_csv_have_the_documented_names(tmp_path: Any) -> None:
     )
     run.fit(Weighting(), datamodule=weighting_data())
     found = events(Path(loggers[0].log_dir))
-    words = """upper lower moreau_gap violation prox_distance smoothing penalty penalty_updates multiplier step trials
-    inner_iterations optimization_time kkt_stationarity kkt_feasibility kkt_complementarity"""
+    words = """upper lower moreau_gap violation prox_distance smoothing penalty penalty_updates
+    multiplier step trials inner_iterations optimization_time kkt_stationarity kkt_feasibility
+    kkt_complementarity"""
     names = {f"bilevel/{word}" for word in words.split()}
     assert names <= set(found.Tags()["scalars"])
     assert [event.step for event in found.Scalars("bilevel/upper")] == [1, 5, 10, 15, 20]

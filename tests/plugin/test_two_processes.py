@@ -1,4 +1,6 @@
-"""The doors of a user over two processes: the command line with its own callbacks, lists of callbacks in Python, and signals."""
+"""The doors of a user over two processes: the command line with its own callbacks, lists of
+callbacks in Python, and signals.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_the_documented_command_ends_by_itself_with_a_certificate(tmp_path: Path
     assert list(tmp_path.glob("lightning_logs/version_0/convergence.png"))
 
 
-# A moment, and whether a checkpoint must be left. Before training, Python's own handler may be in place (-15).
+# A moment, and whether a checkpoint must be left. Before training, Python's own handler may be in
+# place (-15).
 MOMENTS = [
     ("on_fit_start", 0, False),
     ("on_sanity_check_end", 0, False),

@@ -78,8 +78,9 @@ RUN = Tally(
 
 def test_the_sentence() -> None:
     assert reading(GOOD, RUN) == (
-        "feasible to 3.0e-04; lower level within 0.014 of stationary (delta allows 0.09); upper level stationary to 1.7e-05 and "
-        "complementary to 2.6e-04; the penalty settled at update 3 (iteration 57 of 100)."
+        "feasible to 3.0e-04; lower level within 0.014 of stationary (delta allows 0.09); upper "
+        "level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty settled at update 3 "
+        "(iteration 57 of 100)."
     )
     assert advice(GOOD, RUN) == []
 
@@ -158,8 +159,8 @@ def test_a_long_run_is_stuck_only_after_a_fifth_of_it() -> None:
 def test_advice_for_y_on_its_bound() -> None:
     found = advice(replace(GOOD, held_share=0.45), RUN)
     assert found == [
-        "y lies on the boundary of its set, which holds 45% of the gradient in y: if the bound is not part of the problem, "
-        "widen it."
+        "y lies on the boundary of its set, which holds 45% of the gradient in y: if the bound is "
+        "not part of the problem, widen it."
     ]
     assert advice(replace(GOOD, held_share=0.1), RUN) == []
 
@@ -252,13 +253,14 @@ def f(x: Tensor, y: Tensor) -> Tensor:
 
 
 class TestNotEnforced:
-    # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y| is 3.
+    # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y|
+    # is 3.
     SLACK = replace(
         GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
     )
     WORDS = (
-        "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those seen are 3 at the start and 1 at "
-        "the end. "
+        "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those "
+        "seen are 3 at the start and 1 at the end. "
     )
 
     def test_delta_too_large(self) -> None:
@@ -267,8 +269,8 @@ class TestNotEnforced:
             f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
         ]
         assert (
-            "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is slack; "
-            in reading(self.SLACK)
+            "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is "
+            "slack; " in reading(self.SLACK)
         )
 
     def test_rho_too_small(self) -> None:
@@ -277,8 +279,8 @@ class TestNotEnforced:
             f"{self.WORDS}rho = 1e-09 is so small that the Moreau envelope looks only 3e-09 far"
         )
         assert (
-            "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
-            in found
+            "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of "
+            "magnitude" in found
         )
         assert found.endswith("Smooth g, rescale its variables (`lower_unit`), or give `rho`.")
 
@@ -353,7 +355,8 @@ class TestNotEnforced:
 
 class TestHeldShare:
     def certificate(self, y: float, lower_set: Any) -> KKT:
-        # grad f = (1, -3), grad R = (-(y - x)/2, (y - x)/2) with rho = 1: at multiplier 0 the gradient in y is -3.
+        # grad f = (1, -3), grad R = (-(y - x)/2, (y - x)/2) with rho = 1: at multiplier 0 the
+        # gradient in y is -3.
         problem = BilevelProblem(
             lambda x, y: x.sum() - 3 * y.sum(),
             lambda x, y: ((y - x) ** 2).sum() / 2,
@@ -372,7 +375,9 @@ class TestHeldShare:
         assert self.certificate(-1.0, Box(-1, 1)).held_share == 0.0
 
     def test_part_of_it(self) -> None:
-        """On the simplex the component along (1, ..., 1) is held: of d = (-3, 0) that is (-1.5, -1.5)."""
+        """On the simplex the component along (1, ..., 1) is held: of d = (-3, 0) that is (-1.5,
+        -1.5).
+        """
         problem = BilevelProblem(
             lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex()
         )

@@ -215,7 +215,9 @@ def check_resume(
     units: tuple[float, float] = (1.0, 1.0),
     more: int = 4,
 ) -> None:
-    """Stop before each of the steps; what goes on from a file is what has not been stopped, but for what it must look at anew."""
+    """Stop before each of the steps; what goes on from a file is what has not been stopped, but for
+    what it must look at anew.
+    """
     straight, built = begun(solver, problem, dtype, units), problem.build()
     states, history = [], []
     for _ in range(stops.stop + more):
@@ -262,7 +264,9 @@ def test_resumes_bitwise_in_units_too(
     "solver", [solver for solver in SOLVERS.values() if solver.is_ivsp], ids=str
 )
 def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
-    """Of the relaxed problem, up to what the smoothing of its penalty still allows: half of mu beyond the constraint."""
+    """Of the relaxed problem, up to what the smoothing of its penalty still allows: half of mu
+    beyond the constraint.
+    """
     solution = solved(solver, problem)
     certificate, last = solution.certificate, solution.history[-1]
     assert certificate is not None

@@ -1,4 +1,6 @@
-"""Numerical faults: what can be recovered from is, and the rest stops with a sentence at the last good point."""
+"""Numerical faults: what can be recovered from is, and the rest stops with a sentence at the last
+good point.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ class TestFromAnIterationOn:
             for k, v in good.memory.items()
             if k in ("iteration", "passes", "L_start", "lambda")
         }
-        # Nothing of the failed iteration has stayed: on a healthy problem the run goes on as if it had not been.
+        # Nothing of the failed iteration has stayed: on a healthy problem the run goes on as if it
+        # had not been.
         other = by_name["ball"].build()
         bad.step(problem=other)
         good.step(problem=other)
@@ -250,7 +253,9 @@ def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
     ],
 )
 def test_any_scale_ends(solver: Solver, f_scale: float, g_scale: float, dtype: torch.dtype) -> None:
-    """Either the run makes its steps, at a bounded cost, or it stops with a sentence; it does not stand still without a word."""
+    """Either the run makes its steps, at a bounded cost, or it stops with a sentence; it does not
+    stand still without a word.
+    """
     make = solver.make(
         by_name["quadratic"], **({"max_inner": 60} if solver.name == "paper" else {})
     )

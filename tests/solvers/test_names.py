@@ -1,4 +1,6 @@
-"""The logged names: one table, which records, monitors, TensorBoard and the documentation agree with."""
+"""The logged names: one table, which records, monitors, TensorBoard and the documentation agree
+with.
+"""
 
 from __future__ import annotations
 

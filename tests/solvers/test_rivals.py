@@ -1,4 +1,6 @@
-"""The six methods that IVSP is compared with: steps by hand and by NumPy, passes, figures, arguments, state."""
+"""The six methods that IVSP is compared with: steps by hand and by NumPy, passes, figures,
+arguments, state.
+"""
 
 import io
 import math
@@ -47,9 +49,11 @@ def start(
     )
 
 
-# --- Steps by hand -----------------------------------------------------------------------------------------------------
-# f = (x - 2)^2/2 + (y - 1)^2/2, g = (y - x)^2/2, x0 = 0, y0 = 1: fx = -2, fy = 0, gx(x, u) = x - u, gy(x, u) = u - x, so that
-# the first inner step of length 1/2 leads from 1 to 1/2, with gx(x, y) - gx(x, 1/2) = -1/2 and gy(x, y) = 1.
+# --- Steps by hand
+# -----------------------------------------------------------------------------------------------------
+# f = (x - 2)^2/2 + (y - 1)^2/2, g = (y - x)^2/2, x0 = 0, y0 = 1: fx = -2, fy = 0, gx(x, u) = x - u,
+# gy(x, u) = u - x, so that the first inner step of length 1/2 leads from 1 to 1/2, with gx(x, y) -
+# gx(x, 1/2) = -1/2 and gy(x, y) = 1.
 ROOT = math.sqrt(2.5)
 BY_HAND: dict[str, tuple[Solver, dict[str, Any], float, float]] = {
     # d_x = -2/2 - 1/2 = -1.5; at x+ = 0.15: d_y = 0/2 + 0.85 - (1 - 0.5)/1 = 0.35
@@ -130,7 +134,8 @@ def test_first_step_by_hand(name: str) -> None:
 
 
 def test_multiplier_of_slm_by_hand() -> None:
-    # 2 + 0.5 [(0.6 - 0.3)^2/2 - (0.5 - 0.3)^2/2] = 2.0125, and (1 - 0.5) 2 + 0.5 [(0.36)^2/2 - (0.56)^2/2] = 0.954
+    # 2 + 0.5 [(0.6 - 0.3)^2/2 - (0.5 - 0.3)^2/2] = 2.0125, and (1 - 0.5) 2 + 0.5 [(0.36)^2/2 -
+    # (0.56)^2/2] = 0.954
     assert by_hand("slm")[0].memory["lambda"] == pytest.approx(2.0125)
     assert by_hand("slm-damped")[0].memory["lambda"] == pytest.approx(0.954)
 
@@ -181,8 +186,9 @@ def test_multiplier_is_logged_and_left_out_of_the_certificate(name: str, multipl
     assert optimizer.envelope is None
 
 
-# --- Many steps by NumPy -----------------------------------------------------------------------------------------------
-# f = |x - a|^2/2 + |y - b|^2/2 + x'My, g = y'Ay/2 - y'Bx + 3 |x|^2/2, boxes for x and y.
+# --- Many steps by NumPy
+# ----------------------------------------------------------------------------------------------- f
+# = |x - a|^2/2 + |y - b|^2/2 + x'My, g = y'Ay/2 - y'Bx + 3 |x|^2/2, boxes for x and y.
 A = np.array([[1.5, 0.3, 0.0], [0.3, 0.8, -0.2], [0.0, -0.2, 1.1]])
 B = np.array([[1.0, -0.5], [0.4, 0.9], [-0.7, 0.2]])
 M = np.array([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]])
@@ -496,7 +502,8 @@ def test_switches_make_a_difference(pair: tuple[str, str]) -> None:
     assert np.abs(ends[0] - ends[1]).max() > 1e-4
 
 
-# --- What an iteration costs -------------------------------------------------------------------------------------------
+# --- What an iteration costs
+# -------------------------------------------------------------------------------------------
 @each_case
 def test_passes_are_the_stated_ones(case: Case) -> None:
     count: dict[str, int] = {}
@@ -527,7 +534,8 @@ def test_features_are_computed_once_per_x(case: Case) -> None:
     for _ in range(5):
         one.step(problem=plain)
         other.step(problem=encoded)
-    # Five iterations see five points x, and those that move y or measure the gap at the new x a sixth.
+    # Five iterations see five points x, and those that move y or measure the gap at the new x a
+    # sixth.
     assert count["features"] == (
         6 if case.solver is SLM or (case.skips and case.solver is not F2SA) else 5
     )
@@ -555,7 +563,8 @@ def test_point_or_problem_that_changed_is_evaluated_anew(case: Case) -> None:
         assert torch.equal(v, y)
 
 
-# --- Figures -----------------------------------------------------------------------------------------------------------
+# --- Figures
+# -----------------------------------------------------------------------------------------------------------
 def from_yaml(name: str) -> SolverCallable:
     """The solver of a published configuration, made as LightningCLI makes it."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -592,8 +601,9 @@ def run_synthetic(name: str, iterations: int) -> tuple[float, float, Tensor, Ten
     )
 
 
-# The errors in x and y that an independent implementation reached with the paper's settings. In the basin of the solution the x
-# error is below 0.1; 4.6 and 2.1 are other basins, and 1.1 is the lower level's maximum.
+# The errors in x and y that an independent implementation reached with the paper's settings. In the
+# basin of the solution the x error is below 0.1; 4.6 and 2.1 are other basins, and 1.1 is the lower
+# level's maximum.
 @pytest.mark.parametrize(
     ("name", "iterations", "x_error", "y_error"),
     [
@@ -650,8 +660,8 @@ KNOWN: dict[str, tuple[Solver, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_solution(name: str) -> None:
-    # min (x - 1)^2 + y^2 s.t. y = argmin (y - x)^2/2: x = y = 1/2. A penalty of p leaves a bias of about 1/(2 p) in each, and the
-    # relaxation of SLM one of sqrt(delta/2) = 0.022.
+    # min (x - 1)^2 + y^2 s.t. y = argmin (y - x)^2/2: x = y = 1/2. A penalty of p leaves a bias of
+    # about 1/(2 p) in each, and the relaxation of SLM one of sqrt(delta/2) = 0.022.
     solver, arguments = KNOWN[name]
     problem = BilevelProblem(
         lambda x, y: ((x - 1) ** 2 + y**2).sum(),
@@ -666,7 +676,8 @@ def test_known_solution(name: str) -> None:
     assert y.item() == pytest.approx(0.5, abs=4e-2)
 
 
-# --- Arguments ---------------------------------------------------------------------------------------------------------
+# --- Arguments
+# ---------------------------------------------------------------------------------------------------------
 SOLVERS: list[Solver] = [MEHA, PNGBiO, SLM, F2SA, VPBGD, BOME]
 PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": VPBGD, "bome": BOME}
 
@@ -773,7 +784,8 @@ def test_published_settings_differ_from_ivsp_in_the_solver_only(name: str) -> No
     assert config == ivsp
 
 
-# --- Schedules ---------------------------------------------------------------------------------------------------------
+# --- Schedules
+# ---------------------------------------------------------------------------------------------------------
 def test_power_schedule() -> None:
     assert [Power(0.7, -0.5).at(k) for k in (0, 3, 99)] == pytest.approx([0.7, 0.35, 0.07])
     assert Power(3.0).at(10) == 3.0
@@ -821,7 +833,8 @@ def test_learning_rate_is_the_step_of_x(name: str, first: float, second: float) 
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([expected] * 2)
 
 
-# --- State -------------------------------------------------------------------------------------------------------------
+# --- State
+# -------------------------------------------------------------------------------------------------------------
 def saved(optimizer: BilevelOptimizer) -> dict[str, Any]:
     """The state as a checkpoint gives it back."""
     file = io.BytesIO()

@@ -2,8 +2,8 @@
 
     python crashes.py FOLDER SEED KILLS SOLVER [SOLVER ...]
 
-Each process is forked from this one, which has imported everything: a kill then costs a second and not ten. What runs in it is
-the command line as a user calls it, with the same arguments each time.
+Each process is forked from this one, which has imported everything: a kill then costs a second and
+not ten. What runs in it is the command line as a user calls it, with the same arguments each time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def dies_about(steps: int, dice: random.Random) -> Callable[[], None]:
 
 
 def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
-    """Kill the process at some write of a checkpoint: in the middle of its bytes, before or after it gets its name."""
+    """Kill the process at some write of a checkpoint: in the middle of its bytes, before or after
+    it gets its name.
+    """
 
     def prepare() -> None:
         writes, countdown = ["bytes", "sync", "rename", "renamed"], [moment]
@@ -166,7 +168,9 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> dict[str, Any]:
-    """Run once undisturbed and once with kills, every other one while a checkpoint is written; compare the ends."""
+    """Run once undisturbed and once with kills, every other one while a checkpoint is written;
+    compare the ends.
+    """
     assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
     disturbed, steps, killed, writing = folder / "killed", [], 0, 0
     arguments = config(
@@ -205,7 +209,9 @@ def farthest(kills: int, dice: random.Random) -> int:
 
 
 def told_to_end(folder: Path, number: int) -> dict[str, Any]:
-    """Send a signal in the middle of a run, then resume it; compare the end with an undisturbed run."""
+    """Send a signal in the middle of a run, then resume it; compare the end with an undisturbed
+    run.
+    """
     assert outcome(launch(config(folder / "quiet", "paper", "1h"), folder / "quiet")) == 0
     ended_early = folder / "told"
     arguments = config(ended_early, "paper", "1h")

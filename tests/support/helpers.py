@@ -1,8 +1,9 @@
-"""The table of problems, and the problems of `reference.py` in torch; the table of solvers is in `tables.py`.
+"""The table of problems, and the problems of `reference.py` in torch; the table of solvers is in
+`tables.py`.
 
-Every problem comes with a KKT point of its delta-relaxed Moreau-gap problem, derived without the library: its lower level is
-such that the proximal point has a closed form (or is the root of one scalar equation), and with it the gap R.
-"""
+Every problem comes with a KKT point of its delta-relaxed Moreau-gap problem, derived without the
+library: its lower level is such that the proximal point has a closed form (or is the root of one
+scalar equation), and with it the gap R."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ class Problem:
         return torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)
 
 
-# What the paper chooses per task, besides rho and sigma: with all of them given, nothing is estimated.
+# What the paper chooses per task, besides rho and sigma: with all of them given, nothing is
+# estimated.
 PLAIN = {
     "mu0": 1e-2,
     "block": 1,
@@ -114,11 +116,12 @@ def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
 def exact_residuals(
     problem: Problem, x: Tensor, y: Tensor, multiplier: float
 ) -> tuple[float, float, float]:
-    """Stationarity, feasibility and complementarity at a point in float64, by other means than the library's.
+    """Stationarity, feasibility and complementarity at a point in float64, by other means than the
+    library's.
 
-    The proximal point by many small projected-gradient steps, gradients by autograd on the gap as a whole, and the distance
-    to the normal cone as the length of an infinitesimal projected-gradient step, |v - P(v - t d)| / t.
-    """
+    The proximal point by many small projected-gradient steps, gradients by autograd on the gap as a
+    whole, and the distance to the normal cone as the length of an infinitesimal projected-gradient
+    step, |v - P(v - t d)| / t."""
     rho, sets = problem.envelope.rho, (problem.upper_set, problem.lower_set)
     z, step = y.clone(), 1 / (10.0 + 1 / rho)
     for _ in range(10_000):
@@ -162,11 +165,12 @@ def tracking(B: Vector) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def quadratic() -> Problem:
-    """g = |y - x|^2 / 2 without constraints: R = k |y - x|^2 / 2 - delta with k = rho/(1 + rho), a ball in u = y - x.
+    """g = |y - x|^2 / 2 without constraints: R = k |y - x|^2 / 2 - delta with k = rho/(1 + rho), a
+    ball in u = y - x.
 
-    f = (|x - a|^2 + |y - b|^2) / 2 for a given u is least at x = (a + b - u)/2 and then |u - (b - a)|^2 / 4, so u is the
-    projection of b - a on the ball of radius s = sqrt(2 delta / k), and y - b + multiplier k u = 0 gives the multiplier.
-    """
+    f = (|x - a|^2 + |y - b|^2) / 2 for a given u is least at x = (a + b - u)/2 and then |u - (b -
+    a)|^2 / 4, so u is the projection of b - a on the ball of radius s = sqrt(2 delta / k), and y -
+    b + multiplier k u = 0 gives the multiplier."""
     envelope = Envelope(rho=1.0, sigma=0.0, delta=1e-2)
     a, b = np.array([1.0, -1.0, 0.5]), np.array([0.0, 1.0, 0.5])
     k = envelope.rho / (1 + envelope.rho)
@@ -188,7 +192,9 @@ def quadratic() -> Problem:
 
 
 def slack() -> Problem:
-    """The same with a = b: the minimiser of f is a lower-level solution, R = -delta there and the multiplier is 0."""
+    """The same with a = b: the minimiser of f is a lower-level solution, R = -delta there and the
+    multiplier is 0.
+    """
     a = np.array([1.0, -1.0, 0.5])
     return Problem(
         "slack",
@@ -205,11 +211,12 @@ def slack() -> Problem:
 
 
 def flat() -> Problem:
-    """g = (sum(y) - x)^2 / 2: convex, its minimisers are a whole plane, and it is not strongly convex.
+    """g = (sum(y) - x)^2 / 2: convex, its minimisers are a whole plane, and it is not strongly
+    convex.
 
-    The proximal point moves all of y by the same amount, which gives R = n rho u^2 / (2 (1 + n rho)) - delta with
-    u = sum(y) - x: a slab |u| <= s with normal (-1, 1, ..., 1), on which f = |w - c|^2 / 2 projects c.
-    """
+    The proximal point moves all of y by the same amount, which gives R = n rho u^2 / (2 (1 + n
+    rho)) - delta with u = sum(y) - x: a slab |u| <= s with normal (-1, 1, ..., 1), on which f = |w
+    - c|^2 / 2 projects c."""
     envelope = Envelope(rho=2.0, sigma=0.0, delta=1e-2)
     n, c = 4, np.array([-1.0, 1.0, 0.5, -0.5, 1.0])
     k = n * envelope.rho / (1 + n * envelope.rho)
@@ -243,11 +250,12 @@ def manufactured(
     weight: float = 1.0,
     **more: Any,
 ) -> Problem:
-    """A problem with g = |y - B x|^2 / 2 and f a squared distance that has the KKT point (x, y) by construction.
+    """A problem with g = |y - B x|^2 / 2 and f a squared distance that has the KKT point (x, y) by
+    construction.
 
-    As psi is isotropic, z = P_Y((rho B x + y)/(1 + rho)) for any set Y. delta is chosen such that R(x, y) = 0, and the
-    centre of f such that grad f + multiplier grad R + normal = 0 with `normal` a vector of the normal cone at (x, y).
-    """
+    As psi is isotropic, z = P_Y((rho B x + y)/(1 + rho)) for any set Y. delta is chosen such that
+    R(x, y) = 0, and the centre of f such that grad f + multiplier grad R + normal = 0 with `normal`
+    a vector of the normal cone at (x, y)."""
     rho = 1.0
     z = project_y((rho * B @ x + y) / (1 + rho))
     delta = float(
@@ -262,7 +270,9 @@ def manufactured(
 
 
 def simplex_projection(v: Vector, total: float = 1.0) -> Vector:
-    """The projection on the simplex by bisection on the shift, independently of the library's sorting."""
+    """The projection on the simplex by bisection on the shift, independently of the library's
+    sorting.
+    """
     low, high = float(v.min()) - total, float(v.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -271,7 +281,9 @@ def simplex_projection(v: Vector, total: float = 1.0) -> Vector:
 
 
 def active_box() -> Problem:
-    """Bounds are active at the solution in x (first coordinate), in y (second), and in z alone (third)."""
+    """Bounds are active at the solution in x (first coordinate), in y (second), and in z alone
+    (third).
+    """
     return manufactured(
         "active_box",
         B=np.eye(3),
@@ -288,7 +300,9 @@ def active_box() -> Problem:
 
 
 def ball() -> Problem:
-    """x in a ball about a point other than 0, y in another, both constraints active at the solution."""
+    """x in a ball about a point other than 0, y in another, both constraints active at the
+    solution.
+    """
     angle, center = 0.4, np.array([0.5, -0.5])
     x = center + 1.5 * np.array([np.cos(angle), np.sin(angle)])
     y = np.array([np.cos(0.3), -np.sin(0.3)])
@@ -341,10 +355,10 @@ def sine_functions(
 def sine(n: int = 5) -> Problem:
     """The paper's nonconvex problem. By symmetry its gap is n times that of one coordinate.
 
-    With t = x + y_i - c and p = x + z_i - c: cos p + (p - t)/rho = 0, so t = p + rho cos p, and the gap is
-    n (sin t - sin p - rho cos(p)^2 / 2), which grows with the distance of p from the minimiser C of the sine. The root p of
-    gap = delta on the side of 2 a gives t, and f on the line x + y_i - c = t is least at x = ((1 - n) a + n t)/(1 + n).
-    """
+    With t = x + y_i - c and p = x + z_i - c: cos p + (p - t)/rho = 0, so t = p + rho cos p, and the
+    gap is n (sin t - sin p - rho cos(p)^2 / 2), which grows with the distance of p from the
+    minimiser C of the sine. The root p of gap = delta on the side of 2 a gives t, and f on the line
+    x + y_i - c = t is least at x = ((1 - n) a + n t)/(1 + n)."""
     envelope, a, c = Envelope(rho=0.5, sigma=1.0, delta=1e-3), 2.0, 2.0
     C, rho = (
         float(-np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))),
@@ -395,7 +409,9 @@ def random_functions(
 def random_problem(
     seed: int, nx: int, ny: int, bound: float
 ) -> tuple[BilevelProblem, reference.Functions, Tensor, Tensor, dict[str, Any]]:
-    """`reference.random_problem` in torch and in NumPy: the problem, its functions, the start (x, y) and the constants."""
+    """`reference.random_problem` in torch and in NumPy: the problem, its functions, the start (x,
+    y) and the constants.
+    """
     functions, x, y, constants = reference.random_problem(seed, nx, ny, bound)
     box = Box(-bound, bound)
     return (

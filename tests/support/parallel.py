@@ -1,9 +1,10 @@
-"""The runs that one process and several are compared on; as a script, it makes them over two processes.
+"""The runs that one process and several are compared on; as a script, it makes them over two
+processes.
 
     python parallel.py OUT CASE [CASE ...]
 
-writes what each case ended with to OUT. Lightning starts the second process itself, by the same command.
-"""
+writes what each case ended with to OUT. Lightning starts the second process itself, by the same
+command."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from lightning_bilevel import (
     TaskEpisodes,
 )
 
-STEPS = 8  # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
+# in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
+STEPS = 8
 SOLVERS = {name: solver.make() for name, solver in tables.SOLVERS.items()}
 
 

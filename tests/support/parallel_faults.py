@@ -1,8 +1,8 @@
 """What goes wrong over two processes; as a script, it does one of these things in real ones.
 
-python parallel_faults.py refusals OUT     writes the sentence that each wrong module or loader is refused with to OUT.RANK
-python parallel_faults.py DEATH RANK       is a run in which one process fails in its third iteration
-"""
+python parallel_faults.py refusals OUT     writes the sentence that each wrong module or loader is
+refused with to OUT.RANK python parallel_faults.py DEATH RANK       is a run in which one process
+fails in its third iteration"""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Summed(Weighting):
 
 
 class Positional(Weighting):
-    """Takes the weights of a part by position: those of the first samples, whichever samples it is given."""
+    """Takes the weights of a part by position: those of the first samples, whichever samples it is
+    given.
+    """
 
     def lower_loss(self, batch: Any) -> Tensor:
         return super().lower_loss((batch[0], batch[1], torch.arange(len(batch[0]))))
@@ -116,7 +118,8 @@ REFUSED: dict[str, Any] = {
     "summed": lambda: trainer().fit(Summed(), datamodule=data()),
     "positional": lambda: trainer().fit(Positional(), datamodule=data()),
     "of all": lambda: trainer().fit(OfAll(), datamodule=data()),
-    # The part of the first process is one sample, which goes with any number of weights: only the second one fails.
+    # The part of the first process is one sample, which goes with any number of weights: only the
+    # second one fails.
     "of three": lambda: trainer().fit(OfAll(3), datamodule=data(lower=samples(3, 2))),
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
     "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Distance = Callable[[Array, Array], float]
 
-# (a_phi, b_phi): the uniform error of phi_mu is a_phi mu, the Lipschitz constant of its slope b_phi / mu.
+# (a_phi, b_phi): the uniform error of phi_mu is a_phi mu, the Lipschitz constant of its slope b_phi
+# / mu.
 SMOOTHING_CONSTANTS = {"huber": (1 / 8, 1.0), "softplus": (float(np.log(2.0)), 1 / 4)}
 BB_FLOOR = 1e-24  # below it <dw, dv> counts as zero (safeguard of eq. bb-initialization)
 ARMIJO_SLACK = 1e-12  # against stalling by round-off (eq. implemented-robust-armijo)
@@ -22,7 +23,9 @@ MAX_INNER, MAX_TRIALS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Constants of Algorithms 2 and 3; the defaults are the paper's "Common IVSP settings" (q does not follow r)."""
+    """Constants of Algorithms 2 and 3; the defaults are the paper's "Common IVSP settings" (q does
+    not follow r).
+    """
 
     rho: float
     sigma: float
@@ -138,7 +141,9 @@ def moreau(
 def ivsp(
     functions: Functions, x0: Array, y0: Array, settings: Settings, steps: int
 ) -> tuple[list[Record], int]:
-    """Algorithm 3 with the paper's implementation details; also returns the inner iterations of its step 0."""
+    """Algorithm 3 with the paper's implementation details; also returns the inner iterations of its
+    step 0.
+    """
     s, split = settings, x0.size
     a_phi, b_phi = SMOOTHING_CONSTANTS[s.smoothing]
     modulus = 1 / s.rho - s.sigma
@@ -199,12 +204,13 @@ def ivsp(
 
 
 def prox(functions: Functions, x: Array, y: Array, rho: float, tolerance: float) -> Array:
-    """Minimise psi(z) = g(x, z) + |z - y|^2 / (2 rho) over Y, to the floor of round-off and at least to `tolerance`.
+    """Minimise psi(z) = g(x, z) + |z - y|^2 / (2 rho) over Y, to the floor of round-off and at
+    least to `tolerance`.
 
-    A step d is accepted if <grad psi(z + d) - grad psi(z), d> <= (L/2) |d|^2. As psi is convex, this implies
-    psi(z + d) <= psi(z) - (L/2) |d|^2, without the cancellation of a test on values. Once the projected-gradient
-    mapping is below 1e-6 L is kept, and the iteration ends when ten steps in a row bring no smaller mapping.
-    """
+    A step d is accepted if <grad psi(z + d) - grad psi(z), d> <= (L/2) |d|^2. As psi is convex,
+    this implies psi(z + d) <= psi(z) - (L/2) |d|^2, without the cancellation of a test on values.
+    Once the projected-gradient mapping is below 1e-6 L is kept, and the iteration ends when ten
+    steps in a row bring no smaller mapping."""
     z, L, best, smallest, stalled = y, 1 / rho, y, np.inf, 0
     gradient = functions.gy(x, z)
     for _ in range(MAX_INNER):
@@ -240,8 +246,8 @@ def exact_kkt(
 ) -> tuple[float, float, float]:
     """Stationarity, feasibility and complementarity (Definition approx-KKT) with the exact R.
 
-    `normal_distance` holds dist(0, gradient + N(point)) as a function of (point, gradient), for X and for Y.
-    """
+    `normal_distance` holds dist(0, gradient + N(point)) as a function of (point, gradient), for X
+    and for Y."""
     z = prox(functions, x, y, rho, tolerance)
     R = gap(functions, x, y, z, rho, delta)
     Rx, Ry = gap_gradient(functions, x, y, z, rho)
@@ -265,7 +271,9 @@ def _box(bound: float) -> Callable[[Array], Array]:
 
 
 def sine(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Functions, Array, Array]:
-    """Synthetic problem: f = (x - a)^2 + |y - a - c|^2, g = sum_i sin(x + y_i - c), boxes [-100, 100]."""
+    """Synthetic problem: f = (x - a)^2 + |y - a - c|^2, g = sum_i sin(x + y_i - c), boxes [-100,
+    100].
+    """
     functions = Functions(
         f=lambda x, y: float((x[0] - a) ** 2 + (y - a - c) @ (y - a - c)),
         fx=lambda x, y: 2 * (x - a),
@@ -280,7 +288,9 @@ def sine(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Functions, Array, Arra
 
 
 def sine_solution(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Array, Array]:
-    """x* = ((1 - n) a + n C) / (1 + n), y* = C + c - x*, C the point of -pi/2 + 2 pi Z nearest to 2 a."""
+    """x* = ((1 - n) a + n C) / (1 + n), y* = C + c - x*, C the point of -pi/2 + 2 pi Z nearest to 2
+    a.
+    """
     C = -np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))
     x = ((1 - n) * a + n * C) / (1 + n)
     return np.full(1, x), np.full(n, C + c - x)
@@ -289,10 +299,11 @@ def sine_solution(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Array, Array]
 def random_problem(
     seed: int, nx: int, ny: int, bound: float
 ) -> tuple[Functions, Array, Array, dict[str, Any]]:
-    """Random problem with a strongly convex f, a nonconvex g and the box [-bound, bound] for x and y.
+    """Random problem with a strongly convex f, a nonconvex g and the box [-bound, bound] for x and
+    y.
 
-    f = (w - center)' H (w - center) / 2 with w = (x, y), g = sum_i sin(a_i.y + b_i.x) + y'Qy / 2, where H >= I,
-    Q >= 0 and |A|_2 = 1. The last value holds H, center, A, B, Q and the constants
+    f = (w - center)' H (w - center) / 2 with w = (x, y), g = sum_i sin(a_i.y + b_i.x) + y'Qy / 2,
+    where H >= I, Q >= 0 and |A|_2 = 1. The last value holds H, center, A, B, Q and the constants
     sigma = |A|^2 - lambda_min(Q), L_yy = |A|^2 + lambda_max(Q), L_xy = |A| |B| (spectral norms).
     """
     rng = np.random.default_rng(seed)

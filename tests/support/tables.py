@@ -1,8 +1,9 @@
-"""The table of solvers: what stands here is held to the contract of all solvers, by every test that speaks of all of them.
+"""The table of solvers: what stands here is held to the contract of all solvers, by every test that
+speaks of all of them.
 
-An entry gives constants with which the method gets somewhere, and does not diverge, on every problem of `helpers.PROBLEMS` and
-of `parallel.problem`. IVSP stands here twice: as in the paper with all constants given, and with what it chooses itself.
-"""
+An entry gives constants with which the method gets somewhere, and does not diverge, on every
+problem of `helpers.PROBLEMS` and of `parallel.problem`. IVSP stands here twice: as in the paper
+with all constants given, and with what it chooses itself."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class Solver:
     Attributes:
         kind: Its class.
         constants: What it is made with, as a config would give it.
-        passes: The passes of an iteration, as the docstring of the class states them, where they do not vary.
+        passes: The passes of an iteration, as the docstring of the class states them, where they do
+            not vary.
         values: How often an iteration evaluates g besides its passes, for the value alone.
         kept: The inner variable in its state.
         given: What a problem of the table gives besides.
-        steps: What it needs for a KKT point of every problem of the table, if that is not the problem's own number.
+        steps: What it needs for a KKT point of every problem of the table, if that is not the
+            problem's own number.
     """
 
     name: str

@@ -1,27 +1,32 @@
 r"""The constants of IVSP that are left out, chosen from a few gradients at the start of a run.
 
-The convergence theorem leaves them free within conditions that each choice here respects. Every choice scales with f, with g
-and delta together, so that their units do not matter.
+The convergence theorem leaves them free within conditions that each choice here respects. Every
+choice scales with f, with g and delta together, so that their units do not matter.
 
-- ``L_yy``: the largest curvature of g(x, .) that a power iteration at the start, or the way from y to its proximal point,
-  meets. It sets the inner step, and is corrected with what follows from it where the inner loop diverges.
+- ``L_yy``: the largest curvature of g(x, .) that a power iteration at the start, or the way from y
+  to its proximal point, meets. It sets the inner step, and is corrected with what follows from it
+  where the inner loop diverges.
 - ``sigma``: L_yy, at most 1/(2 rho). No function with that curvature is less convex.
-- ``rho``: 1/(4 L_yy), which keeps rho * sigma below 1 and lets the inner loop converge by 0.4 in each iteration; 1/L_yy where
-  g is declared convex by ``sigma=0``.
-- ``mu0``: 5 delta, with ``block`` 5: the smoothing starts at the scale of the constraint, and falls as the theorem says.
-- ``zeta_bar``: such that the first accuracy is delta/10; later ones never exceed the schedule, but undercut it where the
-  gradient's error would be more than a tenth of what the next step promises.
-- ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that both pull alike at the start. An update of the penalty halves it: the
-  theorem wants a grid that falls to 0 by bounded factors.
-- ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``, ``L_min`` and ``L_max`` are
-  the paper's multiples of it.
-- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only where steps have become a hundred times shorter.
+- ``rho``: 1/(4 L_yy), which keeps rho * sigma below 1 and lets the inner loop converge by 0.4 in
+  each iteration; 1/L_yy where g is declared convex by ``sigma=0``.
+- ``mu0``: 5 delta, with ``block`` 5: the smoothing starts at the scale of the constraint, and falls
+  as the theorem says.
+- ``zeta_bar``: such that the first accuracy is delta/10; later ones never exceed the schedule, but
+  undercut it where the gradient's error would be more than a tenth of what the next step promises.
+- ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that both pull alike at the start. An update
+  of the penalty halves it: the theorem wants a grid that falls to 0 by bounded factors.
+- ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``,
+  ``L_min`` and ``L_max`` are the paper's multiples of it.
+- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only where steps have
+  become a hundred times shorter.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
 - ``B_R``: the largest :math:`\|\nabla R\|` so far, with its error.
-- the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a change of variables.
+- the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a
+  change of variables.
 
-R at the start may be anything: a gradient smaller than it will be at the boundary of the relaxed constraint, where
-:math:`\|y - z\| \approx \sqrt{2\rho\delta}`, is replaced by what it will be there.
+R at the start may be anything: a gradient smaller than it will be at the boundary of the relaxed
+constraint, where :math:`\|y - z\| \approx \sqrt{2\rho\delta}`, is replaced by what it will be
+there.
 """
 
 from __future__ import annotations
@@ -94,8 +99,9 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         max(norm(gap.grad_y), c["L_yy"] * boundary),
     )
     if c["own_unit"] is None:
-        # Half of the way, in powers of two, to where both gradients are equal, and only in favour of x: the line search brakes a
-        # level that moves too far, but nothing wakes up one that hardly moves.
+        # Half of the way, in powers of two, to where both gradients are equal, and only in favour
+        # of x: the line search brakes a level that moves too far, but nothing wakes up one that
+        # hardly moves.
         c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
     unit = c["own_unit"]
     scaled = problem.in_units(upper=unit)

@@ -1,4 +1,6 @@
-"""The constants of IVSP: what they have to satisfy, and all of them as one object once they are known."""
+"""The constants of IVSP: what they have to satisfy, and all of them as one object once they are
+known.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def left_out(given: dict[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    r"""All constants of a run, as :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents them.
+    r"""All constants of a run, as :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents
+    them.
 
     Attributes:
         rules: ``"paper"`` or ``"own"``.
@@ -92,7 +95,9 @@ class Constants:
         return float(self.own_unit * self.L_xy)
 
     def more_curved(self, factor: float) -> dict[str, float]:
-        """Return what changes where the lower level turns out to be that many times as curved as L_yy says."""
+        """Return what changes where the lower level turns out to be that many times as curved as
+        L_yy says.
+        """
         L_yy = factor * self.L_yy
         changed = {"L_yy": L_yy}
         if "rho" in self.chosen:
@@ -148,8 +153,8 @@ def check_constants(c: dict[str, Any]) -> None:
     missing = left_out(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(
-            f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing is chosen. Leave out `rules`, "
-            "or say `rules='own'`, to let IVSP choose."
+            f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing "
+            "is chosen. Leave out `rules`, or say `rules='own'`, to let IVSP choose."
         )
     if given.get("L_min", 0.0) > given.get("L_max", PAPER["L_max"]):
         refuse("L_min", f"at most L_max={given.get('L_max', PAPER['L_max'])!r}")

@@ -17,7 +17,9 @@ __all__ = ["check_trials", "warn_of_stall"]
 
 
 def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
-    """Stop where none of the trials could be evaluated: what stopped the last one says more than that it was rejected."""
+    """Stop where none of the trials could be evaluated: what stopped the last one says more than
+    that it was rejected.
+    """
     if failures and len(failures) >= trials:
         last = failures[-1]
         raise type(last)(
@@ -28,14 +30,18 @@ def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
 def warn_of_stall(
     iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet
 ) -> bool:
-    """Warn where a step of length zero was accepted although the point is not stationary, and tell whether it is so."""
+    """Warn where a step of length zero was accepted although the point is not stationary, and tell
+    whether it is so.
+    """
     measure = norm(feasible.project(w - direction) - w)
     stalled = measure > math.sqrt(torch.finfo(w.dtype).eps) * (1 + norm(w))
     if stalled:
         warnings.warn(
-            f"IVSP does not move any more: in outer iteration {iteration} the line search accepted a step of length 0 after "
-            f"{trials} trials, where the gradient mapping is {measure:.3g}. The merit is {merit:.3g}, of which {w.dtype} "
-            f"resolves {torch.finfo(w.dtype).eps * abs(merit):.1g}: scale f and g down, use float64, or make mu0 larger.",
+            f"IVSP does not move any more: in outer iteration {iteration} the line search accepted "
+            f"a step of length 0 after {trials} trials, where the gradient mapping is "
+            f"{measure:.3g}. The merit is {merit:.3g}, of which {w.dtype} resolves "
+            f"{torch.finfo(w.dtype).eps * abs(merit):.1g}: scale f and g down, use float64, or "
+            "make mu0 larger.",
             stacklevel=4,
         )
     return stalled

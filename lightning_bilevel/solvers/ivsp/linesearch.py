@@ -1,4 +1,6 @@
-"""Backtracking over a trial function, and the safeguarded Barzilai-Borwein guess that it starts from."""
+"""Backtracking over a trial function, and the safeguarded Barzilai-Borwein guess that it starts
+from.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def backtrack(
             return result, curvature, count
         curvature *= 2.0
     raise LineSearchError(
-        f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted none: {result}"
+        f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted "
+        f"none: {result}"
     )
 
 
@@ -55,9 +58,10 @@ def barzilai_borwein(
         L^{\text{short}} = \mu \|\Delta v\|^2 / |\langle \Delta w, \Delta v \rangle|, \qquad
         L^{\text{long}} = \mu |\langle \Delta w, \Delta v \rangle| / \|\Delta w\|^2
 
-    the second if ``dw_dw`` is given, if that is safe (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and
-    L_min <= L <= L_max), otherwise half the previous start, clipped to [L_min, L_max]. They are named after the steps
-    :math:`\mu/L` that they lead to; the short one weighs stiff directions more.
+    the second if ``dw_dw`` is given, if that is safe
+    (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and L_min <= L <= L_max), otherwise
+    half the previous start, clipped to [L_min, L_max]. They are named after the steps :math:`\mu/L`
+    that they lead to; the short one weighs stiff directions more.
     """
     if abs(dw_dv) > 1e-24:
         guess = mu * dv_dv / abs(dw_dv) if dw_dw is None else mu * abs(dw_dv) / dw_dw

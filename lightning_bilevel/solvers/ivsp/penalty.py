@@ -28,7 +28,8 @@ class Smoothing(Protocol):
 
     Attributes:
         a: :math:`a_\phi`, such that :math:`|\phi_\mu(t) - [t]_+| \le a_\phi \mu`.
-        b: :math:`b_\phi`, such that the slope :math:`\phi_\mu'` is :math:`(b_\phi / \mu)`-Lipschitz.
+        b: :math:`b_\phi`, such that the slope :math:`\phi_\mu'` is
+            :math:`(b_\phi / \mu)`-Lipschitz.
     """
 
     a: float
@@ -44,7 +45,9 @@ class Smoothing(Protocol):
 
 
 class Huber:
-    r"""Centered Huber: 0 below :math:`-\mu/2`, t above :math:`\mu/2`, :math:`(t + \mu/2)^2 / (2\mu)` between."""
+    r"""Centered Huber: 0 below :math:`-\mu/2`, t above :math:`\mu/2`,
+    :math:`(t + \mu/2)^2 / (2\mu)` between.
+    """
 
     a = 1 / 8
     b = 1.0
@@ -89,9 +92,11 @@ def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
 
 
 def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
-    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}` (the paper's), or :math:`\gamma_0 \, \text{ratio}^t`.
+    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}` (the paper's), or
+    :math:`\gamma_0 \, \text{ratio}^t`.
 
-    The theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}` bounded. It is never rounded to 0.
+    The theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}`
+    bounded. It is never rounded to 0.
     """
     return max(float(gamma0 * ((t + 1) ** -0.5 if ratio is None else ratio**t)), sys.float_info.min)
 

@@ -96,9 +96,11 @@ class Evaluator:
     def again(
         self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float
     ) -> tuple[Point, bool]:
-        """Evaluate w where z gave f and the residual before, and tell whether they are still what they were.
+        """Evaluate w where z gave f and the residual before, and tell whether they are still what
+        they were.
 
-        If so, the data are the same and z is as accurate as it was: the point is as it was, at the price of one look.
+        If so, the data are the same and z is as accurate as it was: the point is as it was, at the
+        price of one look.
         """
         lower, y = self.problem.at(w[: self.split]), w[self.split :]
         upper = self.problem.upper(lower.x, y)
@@ -135,7 +137,8 @@ class Evaluator:
         halvings: int,
         upper: Upper | None = None,
     ) -> Point:
-        # The gap first: it needs more memory than f, and so need not hold the gradient of f as well.
+        # The gap first: it needs more memory than f, and so need not hold the gradient of f as
+        # well.
         y = w[self.split :]
         gap = evaluate_gap(lower, y, z, self.constants.envelope)
         at_y, residual, grad_R = gap.lower, gap.residual, torch.cat([gap.grad_x, gap.grad_y])

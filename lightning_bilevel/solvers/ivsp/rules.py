@@ -1,7 +1,9 @@
-r"""The two sets of rules that IVSP runs by: the paper's, and its own, for constants that it has chosen.
+r"""The two sets of rules that IVSP runs by: the paper's, and its own, for constants that it has
+chosen.
 
-Both keep what the theorem asks for: a grid of inverse penalties that falls to 0 by bounded factors, accuracies that never exceed
-the schedule, a line search that concedes what evaluations are wrong by.
+Both keep what the theorem asks for: a grid of inverse penalties that falls to 0 by bounded factors,
+accuracies that never exceed the schedule, a line search that concedes what evaluations are wrong
+by.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ __all__ = ["Own", "Paper", "adapted_accuracy", "rules_for"]
 _RATIO = 0.5
 # Times the rounding of g: an evaluation cannot be more accurate than that.
 _FLOOR = 4.0
-# With rho = 1/(4 L_yy) the inner loop's error falls by 0.4 in each iteration: one that takes so many is at a point where g is
-# far more curved, which a shorter step keeps clear of.
+# With rho = 1/(4 L_yy) the inner loop's error falls by 0.4 in each iteration: one that takes so
+# many is at a point where g is far more curved, which a shorter step keeps clear of.
 _MAX_INNER = 200
 
 
@@ -79,11 +81,15 @@ class Paper:
         L_start: float,
         seen: float,
     ) -> tuple[Point, float, float]:
-        """Return the current point, evaluated again if its step needs that, B_R, and the accuracy that trial points need."""
+        """Return the current point, evaluated again if its step needs that, B_R, and the accuracy
+        that trial points need.
+        """
         return here, self.gradient_bound(here, seen), math.inf
 
     def slack(self, here: Point, there: Point, gamma: float) -> float:
-        """Return the rounding error that the Armijo test allows for: the paper's 1e-12 is for float64."""
+        """Return the rounding error that the Armijo test allows for: the paper's 1e-12 is for
+        float64.
+        """
         return 1e-12 + (0.0 if here.w.dtype == torch.float64 else _rounding(here, there, gamma))
 
     def starts_long(self, trials: int) -> bool:
@@ -97,7 +103,9 @@ class Paper:
 
     @property
     def gives_up_early(self) -> bool:
-        """Whether a few trials whose inner loop fails end the line search: each costs max_inner gradients."""
+        """Whether a few trials whose inner loop fails end the line search: each costs max_inner
+        gradients.
+        """
         return True
 
 
@@ -163,7 +171,9 @@ class Own(Paper):
         return {"rho", "L_yy"} <= set(self.constants.chosen)
 
     def _needed(self, mapping: float, here: Point, merit: Merit, B_R: float) -> float:
-        """The accuracy at which the gradient's error is a tenth of the mapping, or what rounding leaves of it."""
+        """The accuracy at which the gradient's error is a tenth of the mapping, or what rounding
+        leaves of it.
+        """
         c = self.constants
         wanted = adapted_accuracy(mapping, merit, c, B_R)
         return max(wanted, _FLOOR * torch.finfo(here.w.dtype).eps * abs(here.lower))
@@ -175,9 +185,11 @@ def rules_for(constants: Constants) -> Paper:
 
 
 def adapted_accuracy(mapping: float, merit: Merit, constants: Constants, B_R: float) -> float:
-    r"""Return the accuracy at which the gradient's error is at most a tenth of the gradient mapping.
+    r"""Return the accuracy at which the gradient's error is at most a tenth of the gradient
+    mapping.
 
-    Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most a twentieth of it:
+    Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most a twentieth
+    of it:
 
     .. math:: \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/20, \qquad b_\phi B_R \zeta/\mu \le M/20
     """

@@ -46,7 +46,9 @@ class Merit:
         return self.phi.slope(point.residual, self.mu)
 
     def direction(self, point: Point) -> Tensor:
-        """Return gamma grad f + weight grad R, made where it is needed: it is not held while a trial is evaluated."""
+        """Return gamma grad f + weight grad R, made where it is needed: it is not held while a
+        trial is evaluated.
+        """
         return (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
 
 
@@ -77,7 +79,8 @@ class LineSearchRules(Protocol):
 
 
 class Armijo:
-    r"""The trials from a point: :math:`w_L = P_C(w - \tfrac{\mu}{L} [\gamma \nabla f + \phi'_\mu(\tilde R) \tilde\nabla R])`.
+    r"""The trials from a point:
+    :math:`w_L = P_C(w - \tfrac{\mu}{L} [\gamma \nabla f + \phi'_\mu(\tilde R) \tilde\nabla R])`.
 
     A trial is accepted if
 
@@ -180,7 +183,9 @@ def next_start(
 
 
 def distance(a: Tensor, b: Tensor, split: int) -> float:
-    """Return the distance of two points, each level summed on its own: x may be one number and y a million."""
+    """Return the distance of two points, each level summed on its own: x may be one number and y a
+    million.
+    """
     return math.sqrt(
         squared_distance(a[:split], b[:split]) + squared_distance(a[split:], b[split:])
     )

@@ -30,9 +30,10 @@ __all__ = ["IVSP"]
 class IVSP(BilevelOptimizer):
     r"""Inexact variable-smoothing penalty method.
 
-    It solves the relaxed problem :math:`\min_{w \in C} f(w)` s.t. :math:`R(w) \le 0`, with the Moreau gap R of
-    :mod:`lightning_bilevel.core.moreau`, by one projected-gradient step per iteration on a smoothed exact penalty. With
-    :math:`w = (x, y)`, :math:`C = X \times Y` and :math:`\tilde z^k`, :math:`\tilde R^k` from an inexact evaluation:
+    It solves the relaxed problem :math:`\min_{w \in C} f(w)` s.t. :math:`R(w) \le 0`, with the
+    Moreau gap R of :mod:`lightning_bilevel.core.moreau`, by one projected-gradient step per
+    iteration on a smoothed exact penalty. With :math:`w = (x, y)`, :math:`C = X \times Y` and
+    :math:`\tilde z^k`, :math:`\tilde R^k` from an inexact evaluation:
 
     .. math::
         w_L &= P_C\bigl(w^k - \tfrac{\mu_k}{L} [\gamma_k \nabla f(w^k) + \phi'_{\mu_k}(\tilde R^k) \tilde\nabla R(w^k)]\bigr) \\
@@ -42,55 +43,63 @@ class IVSP(BilevelOptimizer):
 
     otherwise L doubles. :math:`\tau_{k,L}` is the allowance for the inexact evaluation.
 
-    Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT point of the relaxed
-    problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the constraint qualification ENNAMCQ holds.
-    Cost of an iteration with J inner iterations and one trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one
-    of f.
+    Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
+    point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
+    constraint qualification ENNAMCQ holds. Cost of an iteration with J inner iterations and one
+    trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one of f.
 
     Args:
-        params: The two parameter groups, see :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         rho: :math:`\rho`, the Moreau parameter; ``rho * sigma`` must be below 1.
         sigma: :math:`\sigma`, the weak-convexity modulus of g(x, .); 0 for a convex lower level.
-        delta: :math:`\delta`, the relaxation, in the unit of g: the lower level ends nearly stationary up to
-            :math:`O(\sqrt\delta)`.
+        delta: :math:`\delta`, the relaxation, in the unit of g: the lower level ends nearly
+            stationary up to :math:`O(\sqrt\delta)`.
         mu0: :math:`\mu_0`, the first smoothing.
-        block: B, how many iterations share one smoothing: :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`.
+        block: B, how many iterations share one smoothing:
+            :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`.
         r: The power by which the smoothing falls, between 0 and 1; 1/3 balances the rates.
-        q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r + 0.01.
-        gamma0: :math:`\gamma_0`, the first inverse penalty: :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or
-            :math:`\gamma_0 2^{-t}` where IVSP chooses constants for itself.
+        q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r +
+            0.01.
+        gamma0: :math:`\gamma_0`, the first inverse penalty:
+            :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or :math:`\gamma_0 2^{-t}` where IVSP
+            chooses constants for itself.
         zeta_bar: :math:`\bar\zeta`, the scale of the accuracy.
         c1: :math:`c_1`, the decrease that the line search asks for.
-        c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the penalty.
+        c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the
+            penalty.
         L_init: :math:`L_{0,0}`, where the first line search starts.
-        bb: Which Barzilai-Borwein step a line search starts from: ``"short"`` (the paper's), or ``"long"``, which is less
-            timid where a few directions are much stiffer than the others. IVSP's choice is the long one as long as it is
-            accepted at once.
+        bb: Which Barzilai-Borwein step a line search starts from: ``"short"`` (the paper's), or
+            ``"long"``, which is less timid where a few directions are much stiffer than the others.
+            IVSP's choice is the long one as long as it is accepted at once.
         L_min: The smallest start of a line search.
         L_max: The largest start of a line search.
         L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
-        L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy + 1/rho).
-        inner: How a Moreau evaluation is made: ``"gradient"`` (the paper's), or ``"accelerated"``, which takes about the square
-            root of as many iterations where rho * L_yy is large.
+        L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy +
+            1/rho).
+        inner: How a Moreau evaluation is made: ``"gradient"`` (the paper's), or ``"accelerated"``,
+            which takes about the square root of as many iterations where rho * L_yy is large.
         B_R: Bound on the norm of the gradient of R.
         theta_low: :math:`\underline\vartheta`, the lower bound in the allowance :math:`\tau`.
-        theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple of L.
+        theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple
+            of L.
         smoothing: The smoothed plus function, ``"huber"`` (centered Huber) or ``"softplus"``.
         fixed_L: A constant L instead of the line search (the paper's Strategy I).
         max_trials: The cap on the trials of one line search.
         max_inner: The cap on the iterations of one Moreau evaluation.
-        rules: ``"paper"`` is the paper's algorithm, which needs rho, sigma, mu0, block, gamma0, zeta_bar, L_init (or fixed_L),
-            L_xy and L_yy; a missing one is an error. ``"own"`` follows what the run meets
-            (:mod:`lightning_bilevel.solvers.ivsp.rules` says how). None is the paper's if all of these are given, and IVSP's own
-            otherwise.
+        rules: ``"paper"`` is the paper's algorithm, which needs rho, sigma, mu0, block, gamma0,
+            zeta_bar, L_init (or fixed_L), L_xy and L_yy; a missing one is an error. ``"own"``
+            follows what the run meets (:mod:`lightning_bilevel.solvers.ivsp.rules` says how). None
+            is the paper's if all of these are given, and IVSP's own otherwise.
 
     A constant that is None is chosen at the first step, from a few gradients there
-    (:mod:`lightning_bilevel.solvers.ivsp.choose` says how), and stays fixed afterwards, through checkpoints too. The paper's
-    constants besides those per task are c1 = 1e-4, c2 = 1, L_min = 1e-11, L_max = 1e11, B_R = 1000 and the short step.
+    (:mod:`lightning_bilevel.solvers.ivsp.choose` says how), and stays fixed afterwards, through
+    checkpoints too. The paper's constants besides those per task are c1 = 1e-4, c2 = 1, L_min =
+    1e-11, L_max = 1e11, B_R = 1000 and the short step.
 
     References:
-        Alcantara, Inoue, Takeda: Improved KKT Complexity for First-Order Bilevel Optimization under Weak Lower-Level
-        Convexity (Algorithms 1 to 3).
+        Alcantara, Inoue, Takeda: Improved KKT Complexity for First-Order Bilevel Optimization under
+        Weak Lower-Level Convexity (Algorithms 1 to 3).
     """
 
     penalised: ClassVar[bool] = True
@@ -161,12 +170,16 @@ class IVSP(BilevelOptimizer):
 
     @property
     def chosen(self) -> list[tuple[str, str]]:
-        """The constants that this run has chosen for itself, each with its value and where that comes from."""
+        """The constants that this run has chosen for itself, each with its value and where that
+        comes from.
+        """
         return explain(self.constants) if self.constants["chosen"] is not None else []
 
     @property
     def envelope(self) -> Envelope | None:
-        """rho, sigma and delta, in the user's own y; None as long as they have to be chosen at the first step."""
+        """rho, sigma and delta, in the user's own y; None as long as they have to be chosen at the
+        first step.
+        """
         c, square = self.constants, self.param_groups[1]["unit"] ** 2
         if c["rho"] is None or c["sigma"] is None:
             return None
@@ -187,7 +200,9 @@ class IVSP(BilevelOptimizer):
 
     @torch.no_grad()
     def probe(self, problem: BilevelProblem) -> list[tuple[str, str]]:
-        """Return the constants that a run from here would choose, each with its value and where that comes from."""
+        """Return the constants that a run from here would choose, each with its value and where
+        that comes from.
+        """
         scaled = self._in_units(problem)
         rows = explain(choose(scaled, *self._read(scaled), self.constants))
         problem.calls = scaled.calls
@@ -210,7 +225,9 @@ class IVSP(BilevelOptimizer):
     def _iterate(
         self, problem: BilevelProblem, x: Tensor, y: Tensor, known: Point | None
     ) -> tuple[Tensor, Tensor, IVSPInfo]:
-        """Do one outer iteration of Algorithm 1 from the current point, or from what is known of it."""
+        """Do one outer iteration of Algorithm 1 from the current point, or from what is known of
+        it.
+        """
         memory, inner = self.memory, problem.calls.lower
         k, t = memory["iteration"], memory["penalty_updates"]
         C = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
@@ -330,7 +347,9 @@ class IVSP(BilevelOptimizer):
         return point
 
     def _keep(self, point: Point) -> tuple[Tensor, Tensor]:
-        """Remember the point that was reached; what a rejected trial found out about g does not hold here."""
+        """Remember the point that was reached; what a rejected trial found out about g does not
+        hold here.
+        """
         first = point.halvings > self.memory["halvings"] == 0
         self.memory.update(halvings=point.halvings, z=point.z, f=point.f, residual=point.residual)
         x, y = point.levels
@@ -340,16 +359,20 @@ class IVSP(BilevelOptimizer):
         return x, y
 
     def _tell_or_correct(self, factor: int) -> None:
-        """The lower level is that many times as curved as L_yy says: correct a choice, or tell of a constant that was given."""
+        """The lower level is that many times as curved as L_yy says: correct a choice, or tell of a
+        constant that was given.
+        """
         c, _ = self._settings
         if "L_yy" in c.chosen:
-            # g has become more curved than it was: so has everything that was chosen from its curvature.
+            # g has become more curved than it was: so has everything that was chosen from its
+            # curvature.
             self._set(dict(c.more_curved(factor)))
             self.memory["halvings"] = 0
             self._known = None  # R has another rho now
         else:
             warnings.warn(
-                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={c.L_yy:g}: the lower level is more curved than "
-                f"that. The step was divided by {factor} and will be divided further if need be, without a word.",
+                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={c.L_yy:g}: the "
+                f"lower level is more curved than that. The step was divided by {factor} and will "
+                "be divided further if need be, without a word.",
                 stacklevel=2,
             )

@@ -45,7 +45,8 @@ class TestBacktrack:
 
 class TestBarzilaiBorwein:
     def test_finds_the_curvature_of_a_quadratic(self) -> None:
-        # v = (h / mu) w, the gradient of a merit with curvature h/mu, has L = mu |dv|^2 / |<dw, dv>| = h.
+        # v = (h / mu) w, the gradient of a merit with curvature h/mu, has L = mu |dv|^2 / |<dw,
+        # dv>| = h.
         h, mu, dw = 7.0, 0.01, 3.0
         dv = h / mu * dw
         assert barzilai_borwein(dw * dv, dv**2, mu, 1.0, 1e-11, 1e11) == pytest.approx(mu * h / mu)
@@ -54,7 +55,8 @@ class TestBarzilaiBorwein:
         )
 
     def test_the_long_step_is_the_longer_one(self) -> None:
-        # dv = diag(1, 100) dw: short weighs the stiff direction, long does not; both lie between the two curvatures.
+        # dv = diag(1, 100) dw: short weighs the stiff direction, long does not; both lie between
+        # the two curvatures.
         dw, dv = (1.0, 0.1), (1.0, 10.0)
         product, square, length = (
             sum(a * b for a, b in zip(*pair, strict=True))

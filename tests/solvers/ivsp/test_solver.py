@@ -91,8 +91,8 @@ def assert_same_path(run: tuple[Any, Any, list[reference.Record], int], toleranc
         assert info.iteration == k + 1
 
 
-# Settings under which every detail of the Armijo test decides somewhere: a large allowance and a narrow range for L; and
-# small ones with many iterations per smoothing.
+# Settings under which every detail of the Armijo test decides somewhere: a large allowance and a
+# narrow range for L; and small ones with many iterations per smoothing.
 STRESS = {
     "wide": {
         **{
@@ -140,7 +140,8 @@ def test_same_path_as_the_reference_with_line_search(
 
 @pytest.mark.parametrize(("rise", "trials"), [(5e-13, 1), (2e-12, 2)])
 def test_the_armijo_test_forgives_the_paper_s_rounding_error(rise: float, trials: int) -> None:
-    # The lower level is idle (y = z = 0, R = -1), tau is 1e-20, and the first trial x = 1 raises f by a known amount.
+    # The lower level is idle (y = z = 0, R = -1), tau is 1e-20, and the first trial x = 1 raises f
+    # by a known amount.
     problem = BilevelProblem(
         lambda x, y: (-x + (1 + rise) * x**2).sum() + 0 * y.sum(), lambda x, y: (y**2).sum() / 2
     )
@@ -209,7 +210,8 @@ class TestPaper:
         assert sum(info.inner_iterations for info in late) == pytest.approx(215, abs=3)
         assert sum(info.trials for info in late) == 68
         assert late[-1].penalty_updates == 2
-        # The Barzilai-Borwein start amplifies rounding: the points agree closely at first and loosely later.
+        # The Barzilai-Borwein start amplifies rounding: the points agree closely at first and
+        # loosely later.
         for k, tolerance in ((0, 1e-12), (10, 1e-7), (55, 1e-3)):
             np.testing.assert_allclose(points[k][0].numpy(), records[k].x, rtol=0, atol=tolerance)
             np.testing.assert_allclose(points[k][1].numpy(), records[k].y, rtol=0, atol=tolerance)
@@ -227,7 +229,8 @@ class TestPaper:
         got_x, got_y = (v.double().numpy() for v in point_of(optimizer))
         assert abs(got_x - x_star)[0] / abs(x_star[0]) < 2e-3
         assert np.linalg.norm(got_y - y_star) / np.linalg.norm(y_star) < 2e-3
-        # No endless backtracking: the line search mostly accepts its first trial, in float32 as in float64.
+        # No endless backtracking: the line search mostly accepts its first trial, in float32 as in
+        # float64.
         assert sum(info.trials for info in history) < 2 * len(history)
         assert max(info.trials for info in history) <= 10
         assert history[-1].inner_iterations <= 10
@@ -239,7 +242,9 @@ class TestPaper:
 def stated_step(
     problem: BilevelProblem, envelope: Envelope, x: Tensor, y: Tensor, z: Tensor, info: IVSPInfo
 ) -> list[Tensor]:
-    """w+ = P_C(w - (mu/L) [gamma grad f + phi'(R~) grad R~]), with autograd on f and on the gap at the given z~."""
+    """w+ = P_C(w - (mu/L) [gamma grad f + phi'(R~) grad R~]), with autograd on f and on the gap at
+    the given z~.
+    """
     (f,), (g,) = problem.upper_terms, problem.lower_terms
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
     gap = g(x, y) - g(x, z) - ((y - z) ** 2).sum() / (2 * envelope.rho) - envelope.delta
@@ -299,7 +304,8 @@ class TestStep:
         for k in range(30):
             count.update(f=0, g=0)
             info = optimizer.step(problem=built)
-            # The first iteration evaluates its start too; after that nothing is evaluated again at an accepted point.
+            # The first iteration evaluates its start too; after that nothing is evaluated again at
+            # an accepted point.
             evaluations = info.trials + (k == 0)
             assert info.calls == Calls(
                 upper=evaluations, lower=info.inner_iterations, gap=evaluations
@@ -384,7 +390,8 @@ def test_parameters_of_any_shape_and_number() -> None:
 
 @pytest.mark.parametrize("units", [(2.0, 1.0), (1.0, 0.1), (3.0, 7.0)])
 def test_units_are_a_change_of_variables(units: tuple[float, float]) -> None:
-    # The solver's path in units is that of the rescaled problem, and the parameters hold x and y, not u and v.
+    # The solver's path in units is that of the rescaled problem, and the parameters hold x and y,
+    # not u and v.
     problem = by_name["active_box"]
     a, b = units
     x, y = problem.at()
@@ -472,7 +479,9 @@ class TestOutsideChanges:
             torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
 
     def test_an_equal_problem_continues_the_run(self) -> None:
-        """Such as a full batch that is collated anew: one look at f and the gap shows that nothing has changed."""
+        """Such as a full batch that is collated anew: one look at f and the gap shows that nothing
+        has changed.
+        """
         one, two = (make_ivsp(self.problem)(groups(*self.problem.at())) for _ in range(2))
         built = self.problem.build()
         for number in range(10):
@@ -577,7 +586,9 @@ class TestStateDict:
 
     @pytest.mark.parametrize("unit", [1.0, 30.0])
     def test_a_state_of_the_version_before_goes_on_bitwise(self, unit: float) -> None:
-        """It named what was chosen in one string, and IVSP's own unit stood where that of the group stands now."""
+        """It named what was chosen in one string, and IVSP's own unit stood where that of the group
+        stands now.
+        """
         problem = BilevelProblem(
             lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
             lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum(),
@@ -729,7 +740,8 @@ class TestCaps:
     def test_a_rejected_trial_where_g_is_steeper_does_not_slow_the_run_down(
         self, L_init: float
     ) -> None:
-        # At the first trials |y - x| is 10 to 1000 and g curved accordingly; where the run goes L_yy = 4 is right.
+        # At the first trials |y - x| is 10 to 1000 and g curved accordingly; where the run goes
+        # L_yy = 4 is right.
         zeros = torch.zeros(2, dtype=torch.float64)
         problem = BilevelProblem(
             lambda x, y: ((x - 1) ** 2).sum() + ((y + 1) ** 2).sum(),
