@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write a file such that whoever is killed or runs out of disk while writing leaves the file
-    that was there before.
+    """Write a file, or leave the old one if the process is killed or the disk is full.
 
     Args:
         path: The file.
-        content: Its content, or what writes it to an open file.
+        content: Its content, or a function that writes the content to an open file.
     """
-    # Beside the file, as a rename within one file system is the step that cannot be half done; a
-    # later call writes over what a killed one has left.
+    # The temporary file is in the same folder, because only a rename within one file system cannot
+    # be half done. The next call overwrites the leftover of a killed process.
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -28,9 +27,8 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None
             else:
                 content(file)
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # otherwise a power failure may leave the new name with none of the bytes
+            # Otherwise a power failure may leave the new name with none of the bytes.
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

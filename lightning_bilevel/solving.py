@@ -1,4 +1,4 @@
-"""Solving a problem that is given as two functions, without Lightning."""
+"""Solve a problem of two plain functions, without Lightning."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Solution", "solve"]
 
 @dataclass(frozen=True)
 class Solution:
-    """Where a run ended.
+    """The end of a run.
 
     Attributes:
         x: The upper-level variables.
         y: The lower-level variables.
-        certificate: The KKT residuals there; None if neither the solver nor the call named an
+        certificate: The KKT residuals at (x, y); None if neither the solver nor the call named an
             envelope.
         history: The record of every outer iteration.
-        tally: What was counted over them.
+        tally: The counts over all iterations.
     """
 
     x: Tensor
@@ -65,10 +65,10 @@ def solve(
         problem: f, g and the sets.
         x0: The start of the upper level, a flat vector.
         y0: The start of the lower level, a flat vector.
-        solver: What makes the solver from parameter groups, such as ``functools.partial(IVSP,
-            rho=0.5)``.
-        max_steps: Outer iterations.
-        envelope: The Moreau envelope of the certificate; None is the solver's own.
+        solver: A class or function that makes the solver from parameter groups, such as
+            ``functools.partial(IVSP, rho=0.5)``.
+        max_steps: The number of outer iterations.
+        envelope: The Moreau envelope of the certificate; None takes the solver's own.
         tolerance: The accuracy of the certificate's proximal point.
 
     Example:
@@ -81,7 +81,8 @@ def solve(
         ...     lower_set=Box(-2, 2),
         ... )
         >>> start = torch.zeros(1, dtype=torch.float64)
-        >>> solution = solve(problem, start, start, partial(IVSP, sigma=0.0, gamma0=0.01), max_steps=200)
+        >>> ivsp = partial(IVSP, sigma=0.0, gamma0=0.01)
+        >>> solution = solve(problem, start, start, ivsp, max_steps=200)
         >>> bool(abs(solution.x - 0.5) < 0.05), bool(abs(solution.y - 0.5) < 0.05)
         (True, True)
     """
@@ -94,19 +95,22 @@ def solve(
             f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows "
             "comfortably."
         )
-    x, y = (_start(name, value) for name, value in (("x0", x0), ("y0", y0)))
-    optimizer = _made(
-        solver, [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
-    )
-    # Where the solver will start from, which is in the sets.
+    x, y = _start("x0", x0), _start("y0", y0)
+    groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
+    optimizer = _build_solver(solver, groups)
+    # The solver projects its start onto the sets, so the check does too.
     start = problem.check(
         problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach())
     )
-    history, tally = [], Tally()
+    history: list[StepInfo] = []
+    tally = Tally()
     for _ in range(max_steps):
-        history.append(optimizer.step(problem=problem))
-        tally.add(history[-1])
-    x, y, envelope, certificate = x.detach(), y.detach(), envelope or optimizer.envelope, None
+        info = optimizer.step(problem=problem)
+        history.append(info)
+        tally.add(info)
+    x, y = x.detach(), y.detach()
+    envelope = envelope or optimizer.envelope
+    certificate = None
     if envelope is not None:
         certificate = certify(
             problem,
@@ -120,8 +124,11 @@ def solve(
     return Solution(x, y, certificate, history, tally)
 
 
-def _made(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
-    rule = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+def _build_solver(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
+    rule = (
+        "it must be a class of the library such as `IVSP`, or what makes a solver, such as "
+        "`functools.partial(IVSP, rho=0.5)`."
+    )
     if not callable(solver):
         kind = repr(solver) if isinstance(solver, str) else f"{type(solver).__name__}(...)"
         raise TypeError(f"`solve(solver={kind})` cannot be called with parameters: {rule}")

@@ -1,6 +1,4 @@
-"""The version, in this one place: the package, the wheel, the documentation and ``--version`` read
-it from here.
-"""
+"""The version, which the package, the wheel, the documentation and ``--version`` read here."""
 
 __all__ = ["__version__"]
 

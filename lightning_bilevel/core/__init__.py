@@ -1,1 +1,1 @@
-"""What a bilevel problem is, and what is true of a point."""
+"""The bilevel problem, and how well a point solves it."""

@@ -1,5 +1,4 @@
-r"""The KKT residuals of the relaxed problem, its multiplier, and the certificate that a run ends
-with.
+r"""The KKT residuals of the relaxed problem, its multiplier, and the certificate of a run.
 
 For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier
 :math:`\lambda \ge 0`:
@@ -36,8 +35,8 @@ class Certificate:
         feasibility: :math:`\Phi^f`, the violation of the gap constraint.
         complementarity: :math:`\Phi^c`.
         multiplier: :math:`\lambda`.
-        own_multiplier: Whether the solver named the multiplier; otherwise it is the least-squares
-            one.
+        own_multiplier: Whether the solver reported the multiplier. Otherwise it is the
+            least-squares one.
         residual: R itself, negative where the constraint is slack.
         upper: f.
         lower: g.
@@ -45,21 +44,21 @@ class Certificate:
         prox_stationarity: |y - z| / rho, how far z is from being stationary for g(x, .).
         distance_bound: What delta guarantees for ``prox_distance`` where R <= 0.
         stationarity_bound: What delta guarantees for ``prox_stationarity`` where R <= 0.
-        rho: Of the Moreau envelope.
-        sigma: The weak-convexity modulus that was assumed.
+        rho: The parameter of the Moreau envelope.
+        sigma: The assumed weak-convexity modulus.
         delta: The relaxation.
-        tolerance: Up to which the proximal point was computed.
+        tolerance: The accuracy of the proximal point.
         held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y
             absorbs; 0 unless y is on the boundary.
-        qualification: Why the constraint qualification (ENNAMCQ) holds, or that this is not known.
+        qualification: Why the constraint qualification (ENNAMCQ) holds, or "not known".
         upper_gradient: The norm of the gradient of f.
         lower_gradient: How far y itself is from being stationary for g(x, .).
         upper_norm: |x|.
         lower_norm: |y|.
-        first_upper_gradient: ``upper_gradient`` where the run started; None if that is not known.
-        first_lower_gradient: ``lower_gradient`` where the run started; None if that is not known.
-        evaluated_on: The data that f and g were evaluated on, in words; empty where that goes
-            without saying.
+        first_upper_gradient: ``upper_gradient`` at the start of the run; None if unknown.
+        first_lower_gradient: ``lower_gradient`` at the start of the run; None if unknown.
+        evaluated_on: The data that f and g were evaluated on, in words; empty for the data of the
+            whole run.
     """
 
     stationarity: float
@@ -100,8 +99,7 @@ class Certificate:
     def rows(self) -> list[tuple[str, str]]:
         """Return the certificate as pairs of words, for a table."""
         origin = "of the solver" if self.own_multiplier else "least squares"
-        return [
-            *([("evaluated on", self.evaluated_on)] if self.evaluated_on else []),
+        rows = [
             ("KKT stationarity", f"{self.stationarity:.3e}"),
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
@@ -115,11 +113,15 @@ class Certificate:
             ),
             (
                 "lower-level stationarity",
-                f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e} where R <= 0)",
+                f"{self.prox_stationarity:.3e} "
+                f"(at most {self.stationarity_bound:.3e} where R <= 0)",
             ),
             ("relaxation", f"delta = {self.delta:g}, rho = {self.rho:g}, sigma = {self.sigma:g}"),
             ("constraint qualification", self.qualification),
         ]
+        if self.evaluated_on:
+            rows.insert(0, ("evaluated on", self.evaluated_on))
+        return rows
 
     def __str__(self) -> str:
         return table("certificate", self.rows())
@@ -144,16 +146,14 @@ def certify(
         x: The upper-level variables, in their set.
         y: The lower-level variables, in theirs.
         envelope: rho, sigma and delta.
-        multiplier: :math:`\lambda` as the solver knows it; None asks for the one that minimises the
+        multiplier: The :math:`\lambda` of the solver; None chooses the one that minimises the
             stationarity.
-        tolerance: Up to which the proximal point is computed; None is what the dtype allows
-            comfortably.
+        tolerance: The accuracy of the proximal point; None is 1e-9 in float64, 1e-5 otherwise.
         qualification: What is known about the constraint qualification, in words.
-        start: The gradients where the run started, as
-            :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them: the reading
-            compares with them.
-        evaluated_on: The data that ``problem`` holds, in words, where they are not those of the
-            whole run.
+        start: The gradients at the start of the run, as
+            :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them. The reading
+            compares the end with them.
+        evaluated_on: The data of ``problem``, in words, if they are not those of the whole run.
     """
     if not isinstance(envelope, Envelope):
         raise TypeError(
@@ -185,7 +185,10 @@ def certify(
     weight = least_squares_multiplier(stationarity) if multiplier is None else multiplier
     distance = norm(y - z)
     gradient_y = upper.grad_y + weight * gap.grad_y
-    length, free = norm(gradient_y), problem.lower_set.normal_cone_distance(y, gradient_y)
+    length = norm(gradient_y)
+    free = problem.lower_set.normal_cone_distance(y, gradient_y)
+    # A cone splits a vector into two orthogonal parts (Moreau): the absorbed part and the rest.
+    held_share = math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0
     return Certificate(
         stationarity=stationarity(weight),
         feasibility=max(gap.residual, 0.0),
@@ -203,9 +206,7 @@ def certify(
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
-        # A cone splits a vector into two orthogonal parts (Moreau): what it absorbs and what is
-        # left.
-        held_share=math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0,
+        held_share=held_share,
         qualification=qualification,
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
@@ -221,26 +222,34 @@ def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int
     r"""Return the :math:`\lambda \ge 0` that minimises the distance :math:`\Phi^s(\lambda)`.
 
     The distance to a closed convex cone is convex along the line
-    :math:`\nabla f + \lambda \nabla R`, so a golden-section search finds its minimum once doubling
-    has bracketed it. Each round keeps 0.62 of the bracket: 45 leave 4e-10 of it, below which the
-    distances that are compared differ by rounding.
+    :math:`\nabla f + \lambda \nabla R`. Doubling brackets its minimum, and a golden-section search
+    finds it. Each round keeps 0.62 of the bracket, so 45 rounds leave 4e-10 of it. In a smaller
+    bracket the compared distances differ only by rounding.
     """
     high = 1.0
     while stationarity(2 * high) < stationarity(high) and high < 1e12:
         high *= 2
-    low, high = 0.0, 2 * high
+    low = 0.0
+    high = 2 * high
     ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = stationarity(left), stationarity(right)
+    left = high - ratio * (high - low)
+    right = low + ratio * (high - low)
+    at_left = stationarity(left)
+    at_right = stationarity(right)
     for _ in range(rounds):
-        # Ties go to the left: where R has no gradient, every multiplier serves and the smallest is
-        # meant.
+        # Ties go to the left: where the gradient of R is 0, all multipliers are equally good and
+        # the smallest is wanted.
         if at_left <= at_right:
-            high, right, at_right = right, left, at_left
+            high = right
+            right = left
+            at_right = at_left
             left = high - ratio * (high - low)
             at_left = stationarity(left)
         else:
-            low, left, at_left = left, right, at_right
+            low = left
+            left = right
+            at_left = at_right
             right = low + ratio * (high - low)
             at_right = stationarity(right)
-    return 0.0 if stationarity(0.0) <= stationarity((low + high) / 2) else (low + high) / 2
+    middle = (low + high) / 2
+    return 0.0 if stationarity(0.0) <= stationarity(middle) else middle

@@ -1,4 +1,4 @@
-"""A batch in parts, which are evaluated one after another."""
+"""A batch that is evaluated in parts, one after another."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ __all__ = ["Chunks", "as_chunks", "samples_in"]
 
 @dataclass
 class Chunks:
-    """A batch that is evaluated in parts, one after another, because it is larger than memory (or
-    than a cache).
+    """A batch that is larger than memory (or than a cache) and is evaluated in parts.
 
-    The losses of a module are means over the samples of what they are given, so the whole is the
-    mean of the parts weighted by their sizes.
+    The losses of a module are means over the samples of a batch. The loss of the whole batch is
+    therefore the mean over the parts, weighted by their sizes.
 
     Args:
         batches: The parts.
-        weights: The weight of each; None weights each by its number of samples (the length of its
-            first tensor).
+        weights: The weight of each part; None weights each part by its number of samples (the
+            length of its first tensor).
     """
 
     batches: list[Any]
@@ -40,7 +39,7 @@ class Chunks:
 
     @property
     def shares(self) -> list[float]:
-        """The weights, adding up to one where they count samples."""
+        """The weight of each part; weights by the number of samples add up to one."""
         if self.weights is not None:
             return self.weights
         if len(self.batches) == 1:
@@ -52,13 +51,14 @@ class Chunks:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor of a batch; 0 where it has none."""
+    """Return the length of the first tensor of a batch that has one; 0 if none has."""
     return next((len(tensor) for tensor in tensors(batch) if tensor.ndim), 0)
 
 
 def as_chunks(batch: Any) -> Chunks:
-    """Read a batch as chunks: a list that holds no tensor itself is a list of chunks, everything
-    else is one batch.
+    """Read a batch as chunks.
+
+    A non-empty list without tensors is a list of chunks. Everything else is one batch.
     """
     if isinstance(batch, Chunks):
         return batch

@@ -1,7 +1,7 @@
-r"""What a few gradients tell about a problem: the curvature of f and g around a point.
+r"""Estimates of the curvature of f and g around a point, from a few gradients.
 
-A symmetric H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`, and
-repeating :math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
+The Hessian H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`. Repeating
+:math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["coupling", "lower_curvature", "upper_curvature"]
 
 
 def lower_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10) -> float:
-    r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, by power
-    iteration at y.
+    r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, at y.
 
-    Each step is one gradient of g. All points lie in Y.
+    Each step of the power iteration takes one gradient of g. All points lie in Y.
     """
     return _largest(problem.at(x).gradient, y, problem.lower_set, steps)
 
 
 def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 4) -> float:
-    r"""Estimate the Lipschitz constant of :math:`\nabla f` by power iteration at (x, y); each step
-    is one pass of f.
+    r"""Estimate the Lipschitz constant of :math:`\nabla f` at (x, y).
+
+    Each step of the power iteration takes one pass of f.
     """
 
     def gradient(w: Tensor) -> Tensor:
@@ -43,8 +43,9 @@ def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 
 
 
 def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
-    r"""Estimate :math:`L_{xy}` by :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`; 0
-    where y = z.
+    r"""Estimate :math:`L_{xy}` by :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
+
+    The estimate is 0 where y = z.
     """
     distance = norm(y - z)
     return norm(problem.at(x).gap_x(y, z)[1]) / distance if distance > 0.0 else 0.0
@@ -53,20 +54,16 @@ def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
 def _largest(
     gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int
 ) -> float:
-    """The largest |gradient(w + d) - gradient(w)| / |d| that a power iteration meets, with w + d in
-    the set.
-    """
-    start, largest = gradient(w), 0.0
-    # A difference of gradients has half of their digits if the points differ in half of theirs.
+    """Return the largest |gradient(w + d) - gradient(w)| / |d| of a power iteration in the set."""
+    start = gradient(w)
+    largest = 0.0
+    # If the points differ in half of their digits, the difference of the gradients keeps half.
     length = torch.finfo(w.dtype).eps ** 0.5 * (1.0 + norm(w))
-    # The same direction in every process and every run; the gradient itself is the one that the
-    # first step will follow.
-    v = (
-        torch.randn(w.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-            w
-        )
-        + _unit(start) * w.numel() ** 0.5
-    )
+    # The first direction is the same in every process and every run. It contains the gradient,
+    # because the first step of the solver follows it.
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(w.numel(), generator=generator, dtype=torch.float64).to(w)
+    v = v + _unit(start) * w.numel() ** 0.5
     for _ in range(steps):
         moved = feasible.project(w + length * _unit(v))
         if norm(moved - w) < 0.5 * length:
@@ -79,8 +76,8 @@ def _largest(
         except NonFiniteError:
             break
         largest = max(largest, norm(v) / distance)
-    # A difference of gradients is known to half of their digits, which depend on the order of a
-    # sum. Eight bits are what an estimate is worth, and the same in several processes as in one.
+    # A difference of gradients is exact to half of their digits, and the last digits depend on the
+    # order of a sum. Rounded to eight bits, the estimate is the same in one process and in several.
     mantissa, exponent = math.frexp(largest)
     return math.ldexp(round(mantissa * 256), exponent - 8)
 

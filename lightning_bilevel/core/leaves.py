@@ -1,5 +1,6 @@
-"""What a batch is made of: tensors and other leaves in dicts, lists, tuples, named tuples and
-dataclasses.
+"""The tensors and other leaves of a batch.
+
+A batch nests them in dicts, lists, tuples, named tuples and dataclasses.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ __all__ = ["leaves", "map_tensors", "tensors"]
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the leaves of a batch in order, and the keys of its dicts, which tell one batch from
-    another too.
+    """Yield the leaves of a batch in order, and the keys of its dicts.
+
+    The keys belong to it: two batches may differ in them alone.
 
     Example:
         >>> list(leaves({"a": [1, (2.0, None)]}))
@@ -45,7 +47,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Return a batch of the same make with each tensor replaced; the given one stays as it is."""
+    """Return a batch of the same structure with each tensor replaced; ``batch`` is unchanged."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -57,10 +59,11 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
         values = [map_tensors(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if is_dataclass(batch) and not isinstance(batch, type):
-        made: Any = copy.copy(batch)
+        copied: Any = copy.copy(batch)
         for field in fields(batch):
-            # Past `__setattr__`, which a frozen dataclass refuses; not by its constructor, which
-            # may want other arguments.
-            object.__setattr__(made, field.name, map_tensors(function, getattr(batch, field.name)))
-        return made
+            # A frozen dataclass refuses its own `__setattr__`, and its constructor may take other
+            # arguments.
+            value = map_tensors(function, getattr(batch, field.name))
+            object.__setattr__(copied, field.name, value)
+        return copied
     return batch

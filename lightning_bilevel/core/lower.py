@@ -1,8 +1,8 @@
-r"""The lower level g(x, .), in the parts that depend on x alone and on y alone.
+r"""The lower level g(x, .), split into parts that depend on x alone or on y alone.
 
 .. math:: g(x, y) = \sum_{\text{chunks}} \text{loss}(\text{features}(x), \text{outputs}(y))
 
-Features are computed once per x, outputs once for a y that is asked for again.
+Features are computed once per x. The outputs of the last two points y are kept for later calls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ __all__ = [
     "weighted",
 ]
 
-# A function of x and y; and a part of g, which is a function of one of them.
+# A function of x and y.
 Function = Callable[[Any, Any], Tensor]
+# A part of g that depends on x alone or on y alone.
 Part = Callable[[Tensor], Any]
 
 
@@ -41,9 +42,9 @@ class LowerTerm:
     """g on one chunk of the data: loss(features(x), outputs(y)).
 
     Attributes:
-        loss: What is left of g; all of it, a function of x and y, where there is no part.
-        features: The part of g that depends on x alone; None takes x as it is.
-        outputs: The part of g that depends on y alone; None takes y as it is.
+        loss: The rest of g; without features and outputs it is g itself, a function of x and y.
+        features: The part of g that depends on x alone; None passes x itself to the loss.
+        outputs: The part of g that depends on y alone; None passes y itself to the loss.
     """
 
     loss: Function
@@ -63,7 +64,7 @@ class LowerTerm:
 
     def in_units(self, upper: float, lower: float) -> LowerTerm:
         """Return the same in the variables u, v with x = upper * u and y = lower * v."""
-        # A part takes the unit of its variable; without it the loss does.
+        # The unit belongs to the function that takes the variable: the part, or else the loss.
         loss = rescaled(
             self.loss,
             upper if self.features is None else 1.0,
@@ -88,55 +89,53 @@ class Gap(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """A point y as a leaf; and outputs(y) with its graph, if that is shared by several passes."""
+    """A point y as a leaf, and outputs(y) with its graph if several passes share it."""
 
     stamp: Stamp
     leaf: Tensor
     shared: Any = None
 
     def outputs(self, term: LowerTerm, *, constant: bool = False) -> Any:
-        """Return what the loss takes of y, without a graph if it is to be a constant."""
+        """Return the loss's second argument; ``constant`` leaves out its graph."""
         if self.shared is not None:
             return map_tensors(Tensor.detach, self.shared) if constant else self.shared
         return term.outputs_at(self.leaf.detach() if constant else self.leaf)
 
 
 class RecentPoints:
-    """The points y that were asked for last, at whatever x, each with outputs(y) and its graph; the
-    newest last.
-    """
+    """The last two points y, for any x, each with outputs(y) and its graph; the newest is last."""
 
     def __init__(self) -> None:
         self._points: list[_Point] = []
 
     def at(self, y: Tensor, outputs: Part | None, remember: bool) -> _Point:
-        """Return y as a leaf, with outputs(y) if that is known or to be remembered."""
+        """Return y as a leaf; with outputs(y) if y is among the points or is to be remembered."""
         found = next((point for point in self._points if point.stamp.is_still(y)), None)
         if outputs is None or (found is None and not remember):
             return _Point(Stamp(y), leaf(y))
-        # Two points are what a gap needs; the older one goes before a new one is made, so that
-        # there are never three graphs.
+        # A gap needs two points. The older one is dropped before a new one is computed, so there
+        # are never three graphs.
         self._points = [point for point in self._points if point is not found][-1:]
         if found is None:
-            made = leaf(y)
+            new = leaf(y)
             with torch.enable_grad():
-                found = _Point(Stamp(y), made, outputs(made))
+                found = _Point(Stamp(y), new, outputs(new))
         self._points.append(found)
         return found
 
     def forget(self) -> None:
-        """Keep nothing of any point."""
+        """Drop all points."""
         self._points = []
 
 
 class LowerLevel:
-    """g(x, .) at a fixed x; what depends on x alone is computed once.
+    """g(x, .) at a fixed x; features(x) is computed once.
 
     Args:
         terms: g, one term per chunk.
         x: The upper-level variables.
-        passes: How terms are summed, and where evaluations are counted.
-        recent: The points that are known already, also from another x.
+        passes: Sums the terms and counts the evaluations.
+        recent: The last points y, possibly from another x.
     """
 
     def __init__(
@@ -147,14 +146,14 @@ class LowerLevel:
         self._terms = terms
         self._passes = passes
         self._recent = recent
-        # With several chunks no outputs are shared: the graphs of all chunks together are what does
-        # not fit into memory.
+        # With several chunks no outputs are shared: the graphs of all chunks together do not fit
+        # into memory.
         self._outputs = terms[0].outputs if len(terms) == 1 else None
-        # Features with their graph, for the first gap; with several chunks they are computed again
-        # chunk by chunk, for the same reason.
+        # The features with their graph, for the first gap. With several chunks they are computed
+        # again chunk by chunk, for the same reason.
         self._graph: Any = None
         self._features: list[Any]
-        # A point whose gradient was to be kept, and the gradient.
+        # The point of the last call with ``keep``, and the gradient of g there.
         self._kept: tuple[Stamp, Tensor] | None = None
         if len(terms) == 1 and terms[0].features is not None:
             with torch.enable_grad():
@@ -171,17 +170,18 @@ class LowerLevel:
         return self._stamp.is_still(x)
 
     def value(self, z: Tensor) -> float:
-        """Return g(x, z); no gradient, and not counted as a pass."""
+        """Return g(x, z) without a gradient; it is not counted as a pass."""
         return self._passes.value("g", self._at(self._point(z)), (self.x, z))
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
-        """Return the gradient of g(x, .) at z, and keep it if a gap g(x, z) - g(x, .) is to follow,
-        which needs it.
+        """Return the gradient of g(x, .) at z.
+
+        ``keep`` saves it for a gap g(x, z) - g(x, .) that follows and needs it.
         """
         return self.value_and_gradient(z, keep)[1]
 
     def value_and_gradient(self, z: Tensor, keep: bool = False) -> tuple[float, Tensor]:
-        """Return g(x, z) and the gradient of g(x, .) at z, and keep it as :meth:`gradient` does."""
+        """Return g(x, z) and the gradient of g(x, .) at z; ``keep`` is that of :meth:`gradient`."""
         self._passes.calls += Calls(lower=1)
         # Points inside an inner loop are visited once, so they are not remembered.
         point = self._point(z, remember=keep)
@@ -195,12 +195,10 @@ class LowerLevel:
         return value, slope
 
     def gap(self, y: Tensor, z: Tensor) -> Gap:
-        """Return g(x, y) and g(x, z), and the gradients in x and y of their difference, by one
-        backward pass.
-        """
+        """Return g(x, y), g(x, z) and the gradients of their difference, by one backward pass."""
         point = self._point(y)
         if self._kept is not None and self._kept[0].is_still(y):
-            # The gradient in y is known, so the backward pass goes to x only.
+            # The gradient in y was kept, so the backward pass goes to x only.
             (value_y, value_z), (grad_x,) = self._difference(point, z, (self.x,))
             grad_y = self._kept[1]
         else:
@@ -217,7 +215,7 @@ class LowerLevel:
         return self._recent.at(y, self._outputs, remember)
 
     def _at(self, point: _Point) -> list[Callable[[], Tensor]]:
-        """The terms of g at a point, where x is a constant."""
+        """Return the terms of g at a point, with x as a constant."""
 
         def evaluate(term: LowerTerm, features: Any) -> Tensor:
             return term.loss(features, point.outputs(term))
@@ -233,7 +231,9 @@ class LowerLevel:
         """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
         other = self._point(z)
         self._passes.calls += Calls(gap=1)
-        graph, self._graph = self._graph, None
+        # The backward pass uses up the graph of the features.
+        graph = self._graph
+        self._graph = None
         in_x_alone = len(inputs) == 1
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
@@ -262,7 +262,7 @@ def weighted(function: Function, weight: float) -> Function:
 
 
 def nothing(x: Any, y: Tensor) -> Tensor:
-    """The function of a process that has no data."""
+    """Return 0: the f or g of a process that has no data."""
     return y.new_zeros(())
 
 

@@ -1,7 +1,8 @@
 r"""The Moreau envelope of the lower level, evaluated inexactly, and the gap that it defines.
 
 .. math::
-    \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2, \qquad g_\rho(x, y) = \min_{z \in Y} \psi(z; x, y), \qquad
+    \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2, \qquad
+    g_\rho(x, y) = \min_{z \in Y} \psi(z; x, y), \qquad
     R(x, y) = g(x, y) - g_\rho(x, y) - \delta
 
 R <= 0 relaxes the lower-level condition: y is then nearly stationary for g(x, .). With g(x, .)
@@ -45,7 +46,7 @@ class Envelope:
             raise ValueError(
                 f"`sigma={self.sigma}` must be nonnegative and finite (0 for a convex lower level)."
             )
-        # Where rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the
+        # If rho * sigma is 1 up to rounding, the modulus 1/rho - sigma may be 0 although the
         # product is below 1.
         if self.rho * self.sigma >= 1.0 or self.modulus <= 0.0:
             raise ValueError(
@@ -60,22 +61,18 @@ class Envelope:
 
     @property
     def distance_bound(self) -> float:
-        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, which bounds |y - z| at a point with R <=
-        0.
-        """
+        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, a bound of |y - z| where R <= 0."""
         return math.sqrt(2 * self.rho * self.delta / (1 - self.rho * self.sigma))
 
     @property
     def stationarity_bound(self) -> float:
-        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`: z is that nearly stationary for g(x, .)
-        where R <= 0.
-        """
+        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`, a bound of |y - z|/rho where R <= 0."""
         return self.distance_bound / self.rho
 
 
 @dataclass(frozen=True)
 class MoreauPoint:
-    r"""What is known of R at (x, y) from a point z~ that minimises psi up to zeta.
+    r"""R and its gradient at (x, y), computed from a point z~ that minimises psi up to zeta.
 
     Attributes:
         z: z~.
@@ -96,7 +93,7 @@ class MoreauPoint:
 def gradient_error(
     zeta: float, mu: float, envelope: Envelope, *, L_xy: float, b: float, B_R: float
 ) -> float:
-    r"""Bound the error of the gradient of :math:`\phi_\mu(R)` that a zeta-accurate z~ gives.
+    r"""Bound the error of the gradient of :math:`\phi_\mu(R)` at a zeta-accurate z~.
 
     .. math:: E_\mu(\zeta) = \sqrt{L_{xy}^2 + 1/\rho^2} \, \sqrt{2\zeta/m} + b_\phi B_R \zeta / \mu
     """
@@ -107,10 +104,11 @@ def gradient_error(
 
 
 def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) -> MoreauPoint:
-    """Return R and its gradient as z~ gives them, by one pass of g(x, y) - g(x, z~)."""
+    """Return R and its gradient for a given z~, by one pass of g(x, y) - g(x, z~)."""
     gap = lower.gap(y, z)
     residual = (
         gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
     )
     pull = torch.sub(y, z).div_(envelope.rho)
-    return MoreauPoint(z, gap.value_y, residual, gap.grad_x, torch.sub(gap.grad_y, pull, out=pull))
+    grad_y = torch.sub(gap.grad_y, pull, out=pull)
+    return MoreauPoint(z, gap.value_y, residual, gap.grad_x, grad_y)

@@ -1,5 +1,6 @@
-"""One pass: a function summed over chunks and processes, differentiated once, and refused where a
-number is not finite.
+"""One pass of a function: its sum over chunks and processes, and the gradients of the sum.
+
+A value or gradient that is not finite raises an error.
 """
 
 from __future__ import annotations
@@ -51,13 +52,12 @@ class Calls:
 class Passes:
     """The passes of one problem: its sum over the processes, and the count of its evaluations.
 
-    A function is given as terms, one per chunk, which are evaluated and differentiated one after
-    another: the graphs of all chunks together are what does not fit into memory.
+    A function is a list of terms, one per chunk. The terms are evaluated and differentiated one
+    after another, because the graphs of all chunks together do not fit into memory.
 
     Args:
-        reduce: The sum of a tensor over the processes that share the data; None if there is one
-            process.
-        calls: What has been counted so far; None is nothing.
+        reduce: Sums a tensor over the processes that share the data; None for a single process.
+        calls: The count so far; None starts at 0.
     """
 
     def __init__(self, reduce: Reduce | None = None, calls: Calls | None = None) -> None:
@@ -67,7 +67,7 @@ class Passes:
     def value(
         self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]
     ) -> float:
-        """Return the sum of the terms, without a gradient; the inputs are for the error message."""
+        """Return the sum of the terms without a gradient; only an error message uses the inputs."""
         with torch.no_grad():
             values = [term() for term in terms]
         for value in values:
@@ -88,7 +88,8 @@ class Passes:
         retain: bool = False,
     ) -> tuple[float, Gradients]:
         """Return the sum of the terms, and its gradients in the inputs."""
-        (value,), grads = self._sum(name, [_alone(term) for term in terms], _itself, inputs, retain)
+        singles = [_as_tuple(term) for term in terms]
+        (value,), grads = self._sum(name, singles, _identity, inputs, retain)
         return value, grads
 
     def differentiate_difference(
@@ -99,8 +100,9 @@ class Passes:
         *,
         retain: bool = False,
     ) -> tuple[tuple[float, float], Gradients]:
-        """Return the sums of both terms of the pairs, and the gradients of first less second, by
-        one backward pass.
+        """Return the sums of the first and the second terms, and the gradients of first - second.
+
+        This takes one backward pass.
         """
         (first, second), grads = self._sum(name, pairs, torch.sub, inputs, retain)
         return (first, second), grads
@@ -113,7 +115,7 @@ class Passes:
         inputs: tuple[Tensor, ...],
         retain: bool,
     ) -> tuple[list[float], Gradients]:
-        """Sum the terms' values, and differentiate what ``target`` makes of each term's values."""
+        """Sum the values of the terms, and differentiate ``target(*values)`` of each term."""
         totals: list[Tensor] = []
         grads: Gradients = [None] * len(inputs)
         with torch.enable_grad():
@@ -127,27 +129,31 @@ class Passes:
                         differentiated, inputs, allow_unused=True, retain_graph=retain
                     )
                     grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
-                # float64: the Moreau gap is a small difference of large numbers.
-                new = [value.detach() for value in values]
-                totals = (
-                    [a.double() + b for a, b in zip(totals, new, strict=True)] if totals else new
-                )
+                new_values = [value.detach() for value in values]
+                if totals:
+                    # float64: the Moreau gap is a small difference of large numbers.
+                    totals = [a.double() + b for a, b in zip(totals, new_values, strict=True)]
+                else:
+                    totals = new_values
         if self.reduce is not None:
             return _sum_over_processes(self.reduce, name, totals, grads, inputs)
-        # One stack is one transfer from the device.
-        known = torch.stack([*totals, *(grad.sum() for grad in grads if grad is not None)]).tolist()
-        _check_finite(name, known[: len(totals)], known[len(totals) :], grads, inputs)
-        return known[: len(totals)], grads
+        # One stack needs one transfer from the device.
+        sums = [grad.sum() for grad in grads if grad is not None]
+        numbers = torch.stack([*totals, *sums]).tolist()
+        results = numbers[: len(totals)]
+        _check_finite(name, results, numbers[len(totals) :], grads, inputs)
+        return results, grads
 
 
 def _sum_over_processes(
     reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: tuple[Tensor, ...]
 ) -> tuple[list[float], Gradients]:
-    """Sum values and gradients over the processes, all of them in one buffer: a collective costs
-    more than its numbers.
+    """Sum values and gradients over the processes.
+
+    All of them go into one buffer, because each collective call costs more than its numbers.
     """
-    # A process whose part does not depend on an input takes part with zeros; the flags tell whether
-    # any part does.
+    # A process whose part does not depend on an input contributes zeros. The flags tell whether the
+    # part of any process depends on it.
     flags = inputs[0].new_tensor([grad is not None for grad in grads], dtype=torch.float64)
     parts = [
         v.new_zeros(v.numel()) if grad is None else grad
@@ -157,31 +163,29 @@ def _sum_over_processes(
         torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)])
     )
     numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
-    known = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
-    values, found, checks = (
-        known[: len(totals)],
-        known[len(totals) : -len(sums)],
-        known[-len(sums) :],
-    )
+    everything = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
+    values = everything[: len(totals)]
+    summed_flags = everything[len(totals) : -len(sums)]
+    checks = everything[-len(sums) :]
     _check_finite(name, values, checks, sums, inputs)
     return values, [
         part.to(v.dtype) if flag else None
-        for part, flag, v in zip(sums, found, inputs, strict=True)
+        for part, flag, v in zip(sums, summed_flags, inputs, strict=True)
     ]
 
 
 def leaf(v: Tensor) -> Tensor:
-    """Return a vector as something to differentiate in; it shares the memory of the given one."""
+    """Return a vector that gradients can be taken in; it shares the memory of ``v``."""
     return v.detach().requires_grad_()
 
 
 def or_zeros(grad: Tensor | None, v: Tensor) -> Tensor:
-    """Return the gradient in v, which is 0 for a function that does not depend on it."""
+    """Return the gradient in v; it is 0 if the function does not depend on v."""
     return torch.zeros_like(v) if grad is None else grad
 
 
 def coupled(name: str, grad: Tensor | None) -> Tensor:
-    """Return the gradient in y, on which both functions have to depend."""
+    """Return the gradient in y, and refuse a function that does not depend on y."""
     if grad is None:
         raise ValueError(
             f"{NAMES[name]} does not depend on the lower-level variables y: a bilevel problem "
@@ -191,16 +195,18 @@ def coupled(name: str, grad: Tensor | None) -> Tensor:
     return grad
 
 
-def _alone(term: Callable[[], Tensor]) -> Callable[[], tuple[Tensor]]:
+def _as_tuple(term: Callable[[], Tensor]) -> Callable[[], tuple[Tensor]]:
     return lambda: (term(),)
 
 
-def _itself(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
+    if a is None:
+        return b
+    return a if b is None else a + b
 
 
 def _check_scalar(name: str, value: object) -> None:
@@ -223,8 +229,8 @@ def _check_finite(
     grads: Sequence[Tensor | None],
     inputs: tuple[Tensor, ...],
 ) -> None:
-    # x - x is 0 for a finite number and NaN otherwise: one test for all of them. A gradient whose
-    # sum is finite is finite.
+    # v - v is 0 for a finite number and NaN otherwise, so one sum tests all numbers. A gradient
+    # whose sum is finite is finite.
     if sum(v - v for v in (*values, *sums)) == 0.0:
         return
     wrong = next((f"value {v}" for v in values if v - v != 0.0), None)

@@ -2,8 +2,8 @@ r"""The bilevel problem as a first-order oracle over flat vectors.
 
 .. math:: \min_{x \in X,\, y \in Y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_{u \in Y} g(x, u)
 
-Every method of the library sees the problem through three evaluations, each one pass: f with its
-gradients, the gradient of g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
+Every method of the library uses three evaluations, each of them one pass: f with its gradients, the
+gradient of g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
 
-# By how many roundings two evaluations at the same point may differ.
+# Two evaluations at the same point may differ by this many roundings.
 _ROUNDINGS = 30.0
 
 
@@ -50,8 +50,7 @@ class Upper(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """How large the gradients are where a run starts: plain numbers, so that a checkpoint can hold
-    them.
+    """The size of the gradients at the start of a run, as plain numbers for a checkpoint.
 
     Attributes:
         upper_gradient: The norm of the gradient of f in x and y.
@@ -64,23 +63,23 @@ class Start:
 
 
 class BilevelProblem:
-    r"""f and g as functions of flat vectors, with the sets that x and y live in.
+    r"""f and g as functions of flat vectors, with the sets of x and y.
 
     Args:
-        upper: f, a function of (x, y) that returns a scalar; or several, which are summed. A full
-            batch larger than memory is such a list, one function per chunk with the chunk's weight
-            in it: chunks are evaluated one after another.
+        upper: f, a function of (x, y) that returns a scalar; or a list of functions, whose sum is
+            f. A full batch larger than memory needs such a list: one function per chunk, which
+            includes the chunk's weight. The chunks are evaluated one after another.
         lower: g, likewise.
         upper_set: X.
         lower_set: Y.
         features: The part of g that depends on x alone, if there is one: then g(x, y) =
-            ``lower(features(x), y)``, and the features are computed once per x, however many points
-            z follow. One function per chunk of ``lower``.
-        outputs: The part of g that depends on y alone, if there is one: then g(x, y) = ``lower(x,
-            outputs(y))``, and the outputs are computed once for a y that is asked for again, also
-            at another x. One function per chunk of ``lower``; with several chunks nothing is kept.
-            Not together with features.
-        reduce: The sum of a tensor over the processes that share the data, if there are several.
+            ``lower(features(x), y)``. The features are computed once per x, for any number of
+            points z. One function per chunk of ``lower``.
+        outputs: The part of g that depends on y alone, if there is one: then g(x, y) =
+            ``lower(x, outputs(y))``. The outputs of the last two points y are kept, also for
+            another x. One function per chunk of ``lower``; with several chunks nothing is kept.
+            Features and outputs exclude each other.
+        reduce: Sums a tensor over the processes that share the data, if there are several.
 
     Example:
         >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
@@ -116,12 +115,13 @@ class BilevelProblem:
         self.units = (1.0, 1.0)
         self._passes = Passes(reduce)
         self._recent = RecentPoints()
-        # g(x, .) at the x that was asked for last.
+        # g(x, .) of the last call of `at`.
         self._last: LowerLevel | None = None
+        # Whether f depends on x; None before its first gradient in x.
         self._upper_has_x: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is another problem with a count of its own, and a graph cannot be copied.
+        # A copy counts its own evaluations, and a graph cannot be copied.
         passes = Passes(self._passes.reduce, self._passes.calls)
         return {**self.__dict__, "_passes": passes, "_recent": RecentPoints(), "_last": None}
 
@@ -136,12 +136,12 @@ class BilevelProblem:
 
     @property
     def reduce(self) -> Reduce | None:
-        """The sum of a tensor over the processes that share the data; None if there is one process."""
+        """Sums a tensor over the processes that share the data; None for a single process."""
         return self._passes.reduce
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Evaluate what is no part of a run, such as a check or a certificate: it is not counted."""
+        """Do not count the evaluations inside, such as those of a check or a certificate."""
         calls = self.calls
         try:
             yield
@@ -149,7 +149,7 @@ class BilevelProblem:
             self.calls = calls
 
     def forget(self) -> None:
-        """Keep nothing that was computed of any point: f or g has changed, or may have."""
+        """Drop everything that was computed at any point, because f or g may have changed."""
         self._recent.forget()
         self._last = None
 
@@ -170,10 +170,9 @@ class BilevelProblem:
         """Return this process's part of a problem whose data several processes share.
 
         Args:
-            upper: The weight of this process's data in f: its share of all samples, 0 if it has
-                none.
+            upper: The weight of this process's data in f: its share of all samples, 0 without data.
             lower: The weight of this process's data in g.
-            reduce: The sum of a tensor over the processes.
+            reduce: Sums a tensor over the processes.
         """
         part = copy.copy(self)
         part.upper_terms = (
@@ -188,8 +187,9 @@ class BilevelProblem:
         return part
 
     def mean_over_ranks(self, value: float, like: Tensor) -> float:
-        """Return the mean of a number over the processes, where each has measured its own; ``like``
-        is on their device.
+        """Return the mean of the numbers that the processes have measured.
+
+        The sum is computed on the device of ``like``.
         """
         if self.reduce is None:
             return value
@@ -205,8 +205,9 @@ class BilevelProblem:
         return Upper(value, or_zeros(grad_x, x), slope)
 
     def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of f in x alone; where f is known not to depend on x, that takes no
-        pass.
+        """Return the gradient of f in x alone.
+
+        Once f is known not to depend on x, this takes no pass.
         """
         if self._upper_has_x is False:
             return torch.zeros_like(x)
@@ -225,35 +226,35 @@ class BilevelProblem:
         self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
     ) -> tuple[float, list[Tensor | None]]:
         self.calls += Calls(upper=1)
-        return self._passes.differentiate(
-            "f", [partial(term, x, y) for term in self.upper_terms], inputs
-        )
+        terms = [partial(term, x, y) for term in self.upper_terms]
+        return self._passes.differentiate("f", terms, inputs)
 
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
-        """Return g(x, .) for a fixed x, of which any number of points can be asked.
+        """Return g(x, .) for a fixed x, to be evaluated at any number of points.
 
         Args:
-            x: The upper-level variables. As long as they are the same tensor, unchanged, g(x, .) is
-                the one that was returned last, with its features.
-            remember: Whether x may be asked for again. Otherwise nothing of it is kept here, and
-                what was remembered stays.
+            x: The upper-level variables. For the same, unchanged tensor as in the last call, the
+                last g(x, .) is returned with its features.
+            remember: Whether to keep g(x, .) for the next call. Otherwise the one of an earlier
+                call stays.
         """
         if self._last is not None and self._last.is_at(x):
             return self._last
         if remember:
-            # It goes before a new one is made, so that there are never two graphs.
+            # The old one is dropped before a new one is computed, so there are never two graphs.
             self._last = None
-        made = LowerLevel(self.lower_terms, x, self._passes, self._recent)
+        lower = LowerLevel(self.lower_terms, x, self._passes, self._recent)
         if remember:
-            self._last = made
-        return made
+            self._last = lower
+        return lower
 
     def check(self, x: Tensor, y: Tensor) -> Start:
-        """Evaluate f and g twice and refuse a problem whose values differ: a line search would
-        compare different functions.
+        """Evaluate f and g twice and refuse a problem whose values differ.
+
+        On such a problem a line search would compare different functions.
 
         Returns:
-            How large the gradients are at (x, y).
+            The size of the gradients at (x, y).
         """
         x, y = x.detach(), y.detach()
         with self.uncounted():
@@ -266,21 +267,21 @@ class BilevelProblem:
         )
 
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
-        """Evaluate f and g where they were f and g before, and refuse a problem that has changed.
+        """Evaluate at (x, y) again, and refuse a problem that no longer has the values f and g.
 
         A change below 30 roundings of the value is not seen: 4e-6 of it in float32, 7e-15 in
-        float64. Nor is randomness that leaves both values as they were, or that begins later.
+        float64. Randomness that leaves both values as they were, or that begins later, is not seen
+        either.
         """
-        self.forget()  # what is kept of a point would hide that it changes
+        self.forget()  # remembered results would hide a change
         with self.uncounted():
             again = {"f": self.upper(x, y).value, "g": self.at(x, remember=False).value(y)}
         for name, first in (("f", f), ("g", g)):
             second = again[name]
-            # Parallel sums may differ in their last digits between two evaluations, dropout differs
-            # in the first ones.
-            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * max(
-                abs(first), abs(second)
-            ):
+            # Parallel sums may change the last digits between two evaluations. Dropout changes the
+            # first ones.
+            largest = max(abs(first), abs(second))
+            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
                 raise BilevelError(
                     f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
                     "methods here need a deterministic objective. Switch off dropout and random "

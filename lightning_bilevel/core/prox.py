@@ -1,7 +1,8 @@
-r"""The two inner loops that minimise psi: one for solvers, which know constants of g, and one for
-evaluations, which know none.
+r"""The two inner loops that minimise psi.
 
 .. math:: \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2
+
+One is for solvers, which know constants of g. The other is for evaluations, which know none.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from lightning_bilevel.core.vectors import dot, norm, squared_distance
 
 __all__ = ["inexact_prox", "precise_prox", "projected_step", "slope_of_psi"]
 
-# A projected-gradient residual never grows when the step is right; one that has grown by this much
-# is diverging.
+# With the right step a projected-gradient residual never grows. A loop whose residual has grown by
+# this factor is diverging.
 _DIVERGED = 10.0
 _MAX_HALVINGS = 60
-# So many iterations without a new smallest residual are looked into.
+# After this many iterations without a new smallest residual, the loop looks for the reason.
 _STALLED = 100
 # A gradient is exact up to some tens of roundings of its largest terms.
 _NOISE = 50.0
-# A shorter step keeps clear of points where g is not defined; after so many attempts it is the
-# start that is too near to them.
+# A shorter step avoids points where g is not defined. After this many attempts the start itself is
+# too near to them.
 _MAX_UNDEFINED = 3
 
 
@@ -46,26 +47,26 @@ def inexact_prox(
     max_inner: int = 10_000,
     accelerated: bool = False,
 ) -> tuple[Tensor, int]:
-    r"""Minimise psi up to zeta by projected gradient from the warm start z (the paper's Algorithm
-    2).
+    r"""Minimise psi up to zeta by projected gradient from z (the paper's Algorithm 2).
 
     .. math::
         z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
         \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
 
-    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. A residual that grows tenfold, or that no longer falls
-    while the curvature is above :math:`1/\eta`, says that L_yy is too small for g here: the step is
-    then halved and the loop starts again.
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. L_yy is too small for g here if the residual grows
+    tenfold, or if it no longer falls while the curvature is above :math:`1/\eta`. The step is then
+    halved and the loop starts again.
 
-    Accelerated, the next iteration starts from :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
+    With ``accelerated``, the next iteration starts from
+    :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
     :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex
-    functions): about the square root of as many iterations where rho L_yy is large. The stopping
-    rule holds from any point, so it is the same.
+    functions). Where rho L_yy is large, the number of iterations falls to about its square root.
+    The stopping rule is the same, because it holds from any point.
 
     Args:
         lower: g(x, .).
         y: The centre of the proximal term.
-        z: Where to start.
+        z: The start.
         zeta: The accuracy.
         envelope: rho, sigma and delta.
         lower_set: Y.
@@ -79,9 +80,12 @@ def inexact_prox(
     """
     eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
     tolerance = math.sqrt(2 * envelope.modulus * zeta)
-    start, before, residual = z, z, math.inf
+    start = z
+    before = z
+    residual = math.inf
     watch = _Watch(y, envelope.rho)
-    done = undefined = 0
+    done = 0
+    undefined = 0
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
@@ -97,21 +101,21 @@ def inexact_prox(
             residual = math.sqrt(squared_distance(z, new)) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
-            verdict = watch.see(residual, eta, z, slope, direction)
+            verdict = watch.judge(residual, eta, z, slope, direction)
             if verdict is _Verdict.ROUNDED:
                 return new, halvings
-            z = (
-                _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
-                if accelerated
-                else new
-            )
+            if accelerated:
+                z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
+            else:
+                z = new
             before = new
-            # Neither is needed at the next gradient, where memory is scarcest.
+            # The next gradient needs the most memory, and neither of these.
             del slope, direction
         if verdict is _Verdict.TOO_LONG:
             halvings += 1
             eta /= 2
-            z = before = start
+            z = start
+            before = start
             watch = _Watch(y, envelope.rho)
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above "
@@ -126,13 +130,13 @@ def inexact_prox(
 
 class _Verdict(Enum):
     FINE = auto()
-    # The residual is what rounding leaves of two terms that cancel: no step makes it smaller.
+    # Two terms cancel and only their rounding is left in the residual: no step makes it smaller.
     ROUNDED = auto()
     TOO_LONG = auto()
 
 
 class _Watch:
-    """Tells from the residuals whether a step is right: then they fall every time."""
+    """Judges the step by the residuals: with the right step they fall every time."""
 
     def __init__(self, y: Tensor, rho: float) -> None:
         self.y = y
@@ -142,12 +146,10 @@ class _Watch:
         self.since_best = 0
         self.previous: tuple[Tensor, Tensor] | None = None
 
-    def see(
+    def judge(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
     ) -> _Verdict:
-        """Judge a step eta from z, where g has the gradient ``slope`` and psi the gradient
-        ``direction``.
-        """
+        """Judge a step eta from z; the gradient of g is ``slope``, that of psi ``direction``."""
         self.since_best = 0 if residual < self.best else self.since_best + 1
         self.best = min(residual, self.best)
         if self.first is None:
@@ -156,34 +158,28 @@ class _Watch:
             return _Verdict.TOO_LONG
         verdict = _Verdict.FINE
         if self.since_best >= _STALLED:
-            verdict = self._look(residual, eta, z, slope, direction)
+            verdict = self._explain_stall(residual, eta, z, slope, direction)
             self.since_best = 0
-        # The vectors that the look at a stall needs are kept only where it is near.
+        # Only `_explain_stall` needs the previous vectors, so they are kept for its call alone.
         self.previous = (z, direction) if self.since_best >= _STALLED - 1 else None
         return verdict
 
-    def _look(
+    def _explain_stall(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
     ) -> _Verdict:
-        """Tell why the residual no longer falls: by rounding (so is the curvature then), or because
-        g is too curved for eta.
-        """
-        if residual <= _NOISE * torch.finfo(z.dtype).eps * (
-            norm(slope) + norm(z - self.y) / self.rho
-        ):
+        """Tell why the residual no longer falls: rounding, or g is too curved for eta."""
+        # Rounding comes first: it spoils the curvature too.
+        terms = norm(slope) + norm(z - self.y) / self.rho
+        if residual <= _NOISE * torch.finfo(z.dtype).eps * terms:
             return _Verdict.ROUNDED
-        if (
-            self.previous is not None
-            and _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
-        ):
-            return _Verdict.TOO_LONG
-        return _Verdict.FINE
+        if self.previous is None:
+            return _Verdict.FINE
+        too_curved = _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
+        return _Verdict.TOO_LONG if too_curved else _Verdict.FINE
 
 
 def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:
-    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`, where ``root`` is
-    :math:`\sqrt{m\eta}`.
-    """
+    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`; ``root`` is :math:`\sqrt{m\eta}`."""
     return torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
 
 
@@ -196,30 +192,32 @@ def precise_prox(
     tolerance: float = 1e-3,
     max_iterations: int = 20_000,
 ) -> Tensor:
-    r"""Minimise psi by projected gradient with monotone backtracking from z = y, knowing no
-    constant of g.
+    r"""Minimise psi by projected gradient with monotone backtracking from z = y.
 
-    This is the evaluation that every method is measured with: it uses none of a solver's constants.
-    With :math:`d = z^+ - z`, a step :math:`\eta` is kept if
-    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`, which for a convex
-    psi implies :math:`\psi(z^+) \le \psi(z)`, and unlike a comparison of values does not drown in
+    Every method is measured by this evaluation, so it uses no constant of g or of a solver.
+    With :math:`d = z^+ - z`, a step :math:`\eta` is accepted if
+    :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`. For a convex psi
+    this implies :math:`\psi(z^+) \le \psi(z)`. Unlike a comparison of values, it does not drown in
     rounding near the minimiser. The loop stops when the gradient mapping :math:`\|d\|/\eta` is at
-    most ``tolerance``, or when rounding leaves no more.
+    most ``tolerance``, or when only rounding is left of it.
     """
-    z, eta = y, rho
-    slope = direction = lower.gradient(z)
+    z = y
+    eta = rho
+    slope = lower.gradient(z)
+    direction = slope  # the proximal term has no gradient at z = y
     noise = _NOISE * torch.finfo(y.dtype).eps
     for _ in range(max_iterations):
         new = projected_step(z, direction, eta, lower_set)
         length = math.sqrt(squared_distance(new, z))
-        if length <= max(
-            tolerance, noise * (norm(slope) + norm(z - y) / rho)
-        ) * eta or length <= _rounding(z):
+        attainable = max(tolerance, noise * (norm(slope) + norm(z - y) / rho))
+        if length <= attainable * eta or length <= _rounding(z):
             return z
         new_slope = lower.gradient(new)
         new_direction = slope_of_psi(new_slope, new, y, rho)
         if _curvature(new, new_direction, z, direction) <= 1 / eta:
-            z, slope, direction = new, new_slope, new_direction
+            z = new
+            slope = new_slope
+            direction = new_direction
         else:
             eta /= 2
     raise InnerLoopError(
@@ -230,10 +228,8 @@ def precise_prox(
 
 
 def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:
-    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho`, of which ``slope`` is the
-    first part.
-    """
-    # In one vector: memory that is new to the process costs more than arithmetic in it.
+    r"""Return :math:`\nabla_z \psi = \nabla_y g(x, z) + (z - y)/\rho` for a given first term."""
+    # One new vector only: fresh memory costs more than the arithmetic in it.
     away = torch.sub(z, y)
     return torch.add(slope, away, alpha=1 / rho, out=away)
 
@@ -244,11 +240,11 @@ def projected_step(z: Tensor, direction: Tensor, eta: float, lower_set: ConvexSe
 
 
 def _curvature(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
-    """The curvature of psi between two points, <difference of slopes, step> / |step|^2."""
+    """Return the curvature of psi between two points, <difference of slopes, step> / |step|^2."""
     step = z - previous_z
     return dot(slope - previous_slope, step) / max(dot(step, step), 1e-300)
 
 
 def _rounding(z: Tensor) -> float:
-    """The shortest step from z that the dtype still resolves."""
+    """Return the length of the shortest step from z that the dtype resolves."""
     return torch.finfo(z.dtype).eps * norm(z)

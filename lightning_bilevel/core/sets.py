@@ -1,9 +1,9 @@
-r"""Convex sets, known to the rest of the library by two operations only.
+r"""Convex sets. The rest of the library uses two operations of a set only.
 
-A set :math:`C` offers its projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` and the distance
-:math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from the normal cone, which is
-zero exactly where :math:`v` satisfies the first-order condition of minimising a function with
-gradient :math:`d` over :math:`C`.
+The first is the projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` onto the set :math:`C`.
+The second is the distance :math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from
+the normal cone. It is zero exactly where :math:`v` satisfies the first-order condition of
+minimising a function with gradient :math:`d` over :math:`C`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_bilevel.core.vectors import dot, norm
 
 __all__ = ["Ball", "Box", "ConvexSet", "Free", "NonNegative", "Product", "Scaled", "Simplex"]
 
-# A projection lands on the boundary up to rounding; a point within this many units of rounding
-# counts as on it.
+# A projection lands on the boundary up to rounding, so a point within this many units of rounding
+# counts as on the boundary.
 _ROUNDING = 8.0
 
 
@@ -33,9 +33,7 @@ class ConvexSet(Protocol):
         ...
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for a point ``v`` of the set and
-        ``gradient`` d.
-        """
+        r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for ``v`` in C and ``gradient`` d."""
         ...
 
 
@@ -83,21 +81,21 @@ class Box:
                 "bounds: the numbers must agree."
             )
         size = max(self.lower.numel(), self.upper.numel())
-        low, up = self.lower.reshape(-1).expand(size), self.upper.reshape(-1).expand(size)
+        low = self.lower.reshape(-1).expand(size)
+        up = self.upper.reshape(-1).expand(size)
         wrong = int((low > up).sum())
         if wrong:
             first = int((low > up).nonzero()[0])
+            where = f" at coordinate {first} ({wrong} in all)" if low.numel() > 1 else ""
             raise ValueError(
-                f"`Box(lower={float(low[first]):g}, upper={float(up[first]):g})`"
-                f"{f' at coordinate {first} ({wrong} in all)' if low.numel() > 1 else ''}: "
+                f"`Box(lower={float(low[first]):g}, upper={float(up[first]):g})`{where}: "
                 "the lower bound must not exceed the upper bound."
             )
-        # Two numbers are the usual case, for which torch has a faster clamp.
+        # The usual case is two numbers, for which torch has a faster clamp.
         self._numbers = (
             None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
         )
-        # The bounds as the variable sees them (its dtype and device), made once per dtype and
-        # device.
+        # The bounds in the dtype and on the device of the variable, made once for each.
         self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -112,17 +110,20 @@ class Box:
                     "coordinates."
                 )
         if key not in self._seen:
-            lower, upper = (b.reshape(-1) if b.ndim else b for b in (self.lower, self.upper))
+            lower = self.lower.reshape(-1) if self.lower.ndim else self.lower
+            upper = self.upper.reshape(-1) if self.upper.ndim else self.upper
             self._seen[key] = lower.to(v), upper.to(v)
         return self._seen[key]
 
     def project(self, v: Tensor) -> Tensor:
-        return torch.clamp(v, *(self._numbers or self._bounds(v)))
+        if self._numbers is not None:
+            return torch.clamp(v, *self._numbers)
+        return torch.clamp(v, *self._bounds(v))
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         lower, upper = self._bounds(v)
-        # N_C is (-inf, 0] at a lower bound, [0, inf) at an upper bound: it absorbs that sign of the
-        # gradient.
+        # N_C is (-inf, 0] at a lower bound and [0, inf) at an upper bound, so it absorbs a positive
+        # gradient at a lower bound and a negative one at an upper bound.
         rest = torch.where(v <= lower + _slack(v, lower.abs()), gradient.clamp(max=0.0), gradient)
         rest = torch.where(v >= upper - _slack(v, upper.abs()), rest.clamp(min=0.0), rest)
         return norm(rest)
@@ -175,12 +176,11 @@ class Ball:
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         _, offset, length = self._offset(v)
-        # The projected point carries the rounding of its coordinates, hence of |c| + r, not of r
-        # alone.
+        # The rounding of a projected point is that of its coordinates, so of |c| + r, not of r.
         scale = self.radius + float(self.center.abs().max())
         if length < self.radius - float(_slack(v, scale)):
             return norm(gradient)
-        # N_C = {s n : s >= 0} with n the outward unit normal: it absorbs a component of d that
+        # N_C = {s n : s >= 0} with the outward unit normal n. It absorbs the component of d that
         # points inwards.
         normal = offset / length
         inward = min(dot(gradient, normal), 0.0)
@@ -203,8 +203,8 @@ class Simplex:
         return f"Simplex(total={self.total:g})"
 
     def project(self, v: Tensor) -> Tensor:
-        # P(v) = max(v - theta, 0) with theta such that the coordinates sum to s; the support are
-        # the largest ones.
+        # P(v) = max(v - theta, 0), where theta makes the coordinates sum to s. The largest
+        # coordinates of v are the ones that stay positive.
         ordered = torch.sort(v.double(), descending=True).values
         excess = ordered.cumsum(0) - self.total
         count = torch.arange(1, v.numel() + 1, dtype=torch.float64, device=v.device)
@@ -212,18 +212,18 @@ class Simplex:
         return (v.double() - excess[size - 1] / size).clamp(min=0.0).to(v.dtype)
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        # N_C(v) = {t 1 - n : n >= 0, n_i = 0 where v_i > 0}, so the distance is the minimum over t
-        # of
-        #   sum over v_i > 0 of (d_i + t)^2  +  sum over v_i = 0 of min(d_i + t, 0)^2,
-        # whose minimiser averages -d over the support and over those zero coordinates that would
-        # like to enter.
+        # N_C(v) = {t 1 - n : n >= 0, n_i = 0 where v_i > 0}, so the squared distance is the minimum
+        # over t of
+        #   sum over v_i > 0 of (d_i + t)^2  +  sum over v_i = 0 of min(d_i + t, 0)^2.
+        # Its minimiser is the mean of -d over the support and those zero coordinates with
+        # d_i + t < 0.
         d = gradient.double()
         inside = v > 0.0
         entering = torch.sort(d[~inside]).values
         count = inside.sum() + torch.arange(entering.numel() + 1, device=v.device)
         sums = d[inside].sum() + torch.cat([entering.new_zeros(1), entering.cumsum(0)])
         t = -sums / count
-        # The first j for which the next zero coordinate stays out.
+        # The first j for which the next zero coordinate has d_i + t >= 0.
         stays = torch.cat(
             [entering + t[:-1] >= 0.0, torch.ones(1, dtype=torch.bool, device=v.device)]
         )
@@ -271,8 +271,7 @@ class Product:
 class Scaled:
     r"""The set :math:`\{u : \text{unit} \cdot u \in C\}` of a variable that is measured in a unit.
 
-    Its normal cone at u is that of C at ``unit * u``, because a cone does not change when it is
-    scaled.
+    Its normal cone at u is that of C at ``unit * u``, because scaling does not change a cone.
     """
 
     def __init__(self, base: ConvexSet, unit: float) -> None:

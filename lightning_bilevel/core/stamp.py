@@ -1,4 +1,4 @@
-"""Whether a tensor is still the one that something was computed from."""
+"""A test whether a tensor has changed since something was computed from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Stamp"]
 
 
 class Stamp:
-    """A tensor as it was: the object itself, and torch's count of its changes in place.
+    """A tensor and torch's count of its changes in place, to notice a later change.
 
     Changes through ``.data`` or a NumPy view are not counted. Tensors made in inference mode have
-    no count, so nothing that was computed from one holds.
+    no count, so they always count as changed.
 
     Example:
         >>> import torch
@@ -27,7 +27,7 @@ class Stamp:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # The tensor is held: a later one cannot have its identity.
+        # The reference keeps the tensor alive, so that no later tensor can have its identity.
         self._tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
 

@@ -1,4 +1,4 @@
-"""Numbers that are computed from vectors, accumulated in float64 whatever the vectors' dtype."""
+"""Scalar products and norms, summed in float64 for vectors of any dtype."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 __all__ = ["dot", "norm", "squared_distance"]
 
-# On a CPU a longer vector is summed piece by piece: a product of that length is fetched from the
-# system page by page, which takes longer than its sum, while a piece stays in the cache.
+# On a CPU longer vectors are summed piece by piece. The memory of a longer product comes from the
+# system page by page, which takes longer than the sum, while a piece stays in the cache.
 _PIECE = 1 << 16
-# Products of float32 numbers below that lose digits, and below 1e-45 they are 0: they are made in
-# float64 then.
+# float32 products below this lose digits, and below 1e-45 they are 0. Such sums are computed again
+# in float64.
 _SMALL = 1e-30
 
 
@@ -42,6 +42,5 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
 def _in_pieces(summed: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
     if vectors[0].numel() <= _PIECE or vectors[0].device.type != "cpu":
         return summed(*vectors)
-    return torch.stack(
-        [summed(*pieces) for pieces in zip(*(torch.split(v, _PIECE) for v in vectors), strict=True)]
-    ).sum()
+    split = [torch.split(v, _PIECE) for v in vectors]
+    return torch.stack([summed(*pieces) for pieces in zip(*split, strict=True)]).sum()

@@ -1,1 +1,1 @@
-"""What a run did, counted and put into words."""
+"""Counts, words and figures of a run."""

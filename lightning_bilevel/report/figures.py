@@ -1,6 +1,6 @@
-"""Figures of what a run did, and of what several runs did in the same time.
+"""Figures of one run, and of several runs over the same time.
 
-matplotlib and numpy are imported by the functions that draw, so that nobody else waits for them.
+The drawing functions import matplotlib and numpy, so that nobody else waits for these imports.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _SOLVERS = dict(
 )
 _STYLES = ("-", "--", ":", "-.")
 _BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
-# What is drawn of a run, panel by panel: the name of a series, its label, its colour and the style
-# of its line.
+# The panels of a run. Each line has the name of its series, a label, a colour and a style.
 _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
     "upper level f": [("bilevel/upper", "", "vermillion", "-")],
     "lower level g": [("bilevel/lower", "", "blue", "-")],
@@ -64,7 +63,7 @@ class Curve(NamedTuple):
 
 
 def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
-    """Draw the series of a run that there are, and return the pixels.
+    """Draw the available series of a run, and return the pixels.
 
     Args:
         series: The iterations and the values of each series, by its name.
@@ -85,13 +84,12 @@ def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
                 drawn = {"color": PALETTE[colour], "markersize": 3, "linewidth": 1.3}
                 axis.plot(*series[name], style, label=label, **drawn)
             _scale(axis, [value for name, *_ in lines for value in series[name][1]])
-            # Ticks cost more than curves: few, none between, and without the mathematical setting
-            # of powers.
+            # Ticks take longer to draw than curves, so there are no minor ticks and no powers in
+            # mathematical type.
             axis.minorticks_off()
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.3g}")
-            axis.set_title(
-                title, y=1.0
-            )  # a place of its own choice is found by measuring all ticks
+            # Without `y`, matplotlib measures all ticks to find a place for the title.
+            axis.set_title(title, y=1.0)
             axis.grid(alpha=0.3)
             if any(label for _, label, *_ in lines):
                 axis.legend(frameon=False, fontsize=8)
@@ -99,7 +97,8 @@ def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
             axis.remove()
         for axis in axes[max(len(panels) - columns, 0) : len(panels)]:
             axis.set_xlabel("outer iteration")
-        top, bottom = 1 - 0.3 / (2.4 * rows), 0.5 / (2.4 * rows)
+        top = 1 - 0.3 / (2.4 * rows)
+        bottom = 0.5 / (2.4 * rows)
         figure.subplots_adjust(
             left=0.08, right=0.985, top=top, bottom=bottom, wspace=0.2, hspace=0.35
         )
@@ -125,9 +124,9 @@ def draw_comparison(panels: Mapping[str, Sequence[Curve]], title: str) -> Any:
     """Draw several methods against optimisation time, and return the figure.
 
     Args:
-        panels: The curves of each metric, by its name; the methods are the same in each, in the
+        panels: The curves of each metric, by its name; all metrics have the same methods in the
             same order.
-        title: What stands above.
+        title: The title of the figure.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -165,17 +164,17 @@ def draw_comparison(panels: Mapping[str, Sequence[Curve]], title: str) -> Any:
 
 
 def _scale(axis: Any, values: Sequence[float]) -> None:
-    """Make an axis logarithmic where its values span more than a power of ten.
+    """Make an axis logarithmic if its values span more than a power of ten.
 
-    Where they are on either side of 0, the axis is logarithmic on either side.
+    If there are values on both sides of 0, the axis is logarithmic on both sides.
     """
     finite = [value for value in values if math.isfinite(value)]
     sizes = [abs(value) for value in finite if value != 0.0]
     if not sizes or max(finite) <= 0.0 or max(sizes) <= 10 * min(sizes):
         return
     if min(finite) < 0.0:
-        # R falls by powers of ten and then stays about 0: what it is in the second half is about
-        # where the powers end.
+        # R falls by powers of ten and then stays near 0. The axis becomes linear below the typical
+        # size of R in the second half.
         axis.set_yscale("symlog", linthresh=median(sizes[len(sizes) // 2 :]))
         axis.axhline(0.0, color="0.6", linewidth=0.8)
     elif len(sizes) < len(finite):
@@ -187,7 +186,7 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
 
 
 def _label_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Label a logarithmic axis that powers of ten alone would leave with one label."""
+    """Add labels to a logarithmic axis that is too short for powers of ten alone."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if axis.get_yscale() == "linear":

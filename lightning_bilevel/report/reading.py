@@ -1,4 +1,4 @@
-r"""A certificate and the counts of its run in plain words, and what to try where something is off."""
+"""A certificate and the counts of its run in plain words, with advice if something is off."""
 
 from __future__ import annotations
 
@@ -7,59 +7,56 @@ from lightning_bilevel.report.tally import Tally
 
 __all__ = ["advice", "reading"]
 
-# A penalty that was strengthened in the last fifth of a run may be so again.
+# A penalty that was strengthened in the last fifth of a run may be strengthened again.
 _SETTLED = 0.8
-# Above the smoothing scale for so many iterations, and for a fifth of the run: nothing there pulls
-# the residual down.
+# If the residual has been above the smoothing scale for this many iterations, and for a fifth of
+# the run, nothing pulls it down.
 _STUCK = 20
 # One line search in twenty at its cap is no accident.
 _OFTEN = 0.05
 # With the right step the inner loop, warm-started, takes a handful of iterations.
 _SLOW = 30.0
-# KKT residuals above this part of the largest gradient of f seen are not small.
+# KKT residuals are small below this part of the largest gradient of f in the run.
 _CONVERGED = 1e-2
-# A point so far out was not looked for: f falls without end, or so it seems.
+# Nobody looks for a point with a larger norm: f seems to fall without end.
 _FAR_OUT = 1e8
-# Proximal steps of this part of 1 + |y| are considerable, or next to nothing.
-_LONG, _SHORT = 1e-2, 1e-6
-# Where delta and rho allow y this part of 1 + |y| and no more, it is rho that is small, and not the
-# gradients.
+# A proximal step is long above the first part of 1 + |y|, and next to nothing below the second.
+_LONG = 1e-2
+_SHORT = 1e-6
+# If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
-# The part of the gradient in y that the boundary of Y has to hold before it is worth a word.
+# The reading mentions the boundary of Y if it absorbs more than this part of the gradient in y.
 _HELD = 0.1
 
 
 def reading(certificate: Certificate, tally: Tally | None = None) -> str:
-    """Say in one sentence how feasible and how stationary a point is, and whether the penalty has
-    settled.
+    """Say in one sentence how feasible and stationary a point is, and if the penalty settled.
 
     Args:
         certificate: The certificate of the point.
         tally: The counts of the run that led there.
     """
     c = certificate
-    feasible = (
-        f"feasible to {c.feasibility:.1e}"
-        if c.feasibility > 0.0
-        else f"feasible (R = {c.residual:.1e})"
-    )
+    parts = []
+    if c.evaluated_on:
+        parts.append(f"evaluated on {c.evaluated_on}")
     ratio = _ratio(c)
-    parts = [
-        *([f"evaluated on {c.evaluated_on}"] if c.evaluated_on else []),
-        *(
-            [f"not converged, the residuals are {ratio:.2g} times the gradient of f"]
-            if ratio > _CONVERGED
-            else []
-        ),
-        feasible,
-        f"lower level within {c.prox_stationarity:.2g} of stationary (delta allows {c.stationarity_bound:.2g})",
-        *(
-            [f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack"]
-            if _unenforced(c)
-            else []
-        ),
-        f"upper level stationary to {c.stationarity:.1e} and complementary to {c.complementarity:.1e}",
-    ]
+    if ratio > _CONVERGED:
+        parts.append(f"not converged, the residuals are {ratio:.2g} times the gradient of f")
+    if c.feasibility > 0.0:
+        parts.append(f"feasible to {c.feasibility:.1e}")
+    else:
+        parts.append(f"feasible (R = {c.residual:.1e})")
+    parts.append(
+        f"lower level within {c.prox_stationarity:.2g} of stationary "
+        f"(delta allows {c.stationarity_bound:.2g})"
+    )
+    if _unenforced(c):
+        parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
+    parts.append(
+        f"upper level stationary to {c.stationarity:.1e} "
+        f"and complementary to {c.complementarity:.1e}"
+    )
     if tally is not None and tally.penalised:
         where = f"(iteration {tally.last_update} of {tally.iterations})"
         if tally.penalty_updates == 0:
@@ -72,7 +69,7 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
 
 
 def advice(certificate: Certificate, tally: Tally) -> list[str]:
-    """Return a sentence for each thing that is off, with what to try; none if all is well."""
+    """Return one sentence per problem, which says what to try; none if all is well."""
     ratio = _ratio(certificate)
     found = [] if ratio <= _CONVERGED else [_not_converged(certificate, tally, ratio)]
     if found and _far_out(certificate):
@@ -115,16 +112,15 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
 
 
 def _ratio(c: Certificate) -> float:
-    """The KKT residuals in f as a part of the largest gradient of f seen; 0 where that of the start
-    is not known.
+    """Return the KKT residuals divided by the largest gradient of f in the run.
+
+    Without the gradient at the start it is 0. The feasibility does not count: it has the unit of g,
+    and delta is its measure.
     """
-    # The feasibility is in the unit of g, where delta is the measure.
-    seen = max(c.first_upper_gradient or 0.0, c.upper_gradient)
-    return (
-        max(c.stationarity, c.complementarity) / seen
-        if c.first_upper_gradient is not None and seen > 0.0
-        else 0.0
-    )
+    if c.first_upper_gradient is None:
+        return 0.0
+    largest = max(c.first_upper_gradient, c.upper_gradient)
+    return max(c.stationarity, c.complementarity) / largest if largest > 0.0 else 0.0
 
 
 def _far_out(c: Certificate) -> bool:
@@ -140,11 +136,10 @@ def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
         )
     ways = ["Run longer"]
     if not tally.penalised:
-        # Their steps and penalties are set by hand.
+        # The user sets the steps and penalties of such a method.
         ways.append("make the steps shorter if the values go up and down")
-        ways += (
-            ["give the lower level more weight or more steps"] if c.feasibility > c.delta else []
-        )
+        if c.feasibility > c.delta:
+            ways.append("give the lower level more weight or more steps")
     way = ", or ".join(ways)
     return (
         f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
@@ -153,39 +148,42 @@ def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
 
 
 def _unenforced(c: Certificate) -> bool:
-    """Whether f was minimised as if there were no lower level: R is slack, y hardly nearer to
-    stationary than at the start.
+    """Return whether f was minimised as if there were no lower level.
+
+    Then R is slack, and y is hardly nearer to stationary than at the start.
     """
-    first, y = c.first_lower_gradient, 1 + c.lower_norm
+    first = c.first_lower_gradient
     if first is None or c.residual > -c.delta / 2 or c.lower_gradient <= first / 4:
         return False
-    # A start that solves the lower level has no gradient to compare with, and a proximal step there
-    # should be short.
-    return c.rho * c.lower_gradient >= _LONG * y or _sees_little(c)
+    # A start that solves the lower level has no gradient to compare with. The proximal step tells
+    # more: it is short where the lower level holds.
+    return c.rho * c.lower_gradient >= _LONG * (1 + c.lower_norm) or _sees_little(c)
 
 
 def _sees_little(c: Certificate) -> bool:
-    seen, y = max(c.first_lower_gradient or 0.0, c.lower_gradient), 1 + c.lower_norm
-    return 0.0 < c.rho * seen <= _SHORT * y and c.distance_bound <= _NEAR * y
+    """Return whether rho is so small that the Moreau envelope sees next to nothing of g."""
+    largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
+    size = 1 + c.lower_norm
+    return 0.0 < c.rho * largest <= _SHORT * size and c.distance_bound <= _NEAR * size
 
 
 def _not_enforced(c: Certificate) -> str:
-    seen = max(c.first_lower_gradient or 0.0, c.lower_gradient)
-    told = (
+    largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
+    diagnosis = (
         "The lower level is not enforced: delta and rho allow a gradient of g of "
         f"{c.stationarity_bound:.2g}, and those seen are {c.first_lower_gradient:.2g} at the start "
         f"and {c.lower_gradient:.2g} at the end."
     )
     if _sees_little(c):
         return (
-            f"{told} rho = {c.rho:.2g} is so small that the Moreau envelope looks only "
-            f"{c.rho * seen:.1g} far, which is the case where the gradient of g jumps (an absolute "
-            "value, ReLU, max) or its curvatures differ by many orders of magnitude. Smooth g, "
-            "rescale its variables (`lower_unit`), or give `rho`."
+            f"{diagnosis} rho = {c.rho:.2g} is so small that the Moreau envelope looks only "
+            f"{c.rho * largest:.1g} far, which is the case where the gradient of g jumps (an "
+            "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude. "
+            "Smooth g, rescale its variables (`lower_unit`), or give `rho`."
         )
     # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
     delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
-    return f"{told} Make delta smaller, at most {delta:.1g}, or scale g up."
+    return f"{diagnosis} Make delta smaller, at most {delta:.1g}, or scale g up."
 
 
 def _settled(tally: Tally) -> bool:

@@ -1,4 +1,4 @@
-"""What is counted over a run, from the records of its iterations."""
+"""Counts over a run, from the records of its iterations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Tally"]
 
 @dataclass
 class Tally:
-    r"""Counts over a run: plain numbers, so that a checkpoint can hold them.
+    r"""Counts over a run, as plain numbers for a checkpoint.
 
     Attributes:
         iterations: Outer iterations.
@@ -22,11 +22,11 @@ class Tally:
         gap_calls: Evaluations of g(x, y) - g(x, z).
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
-        halvings: How often the inner step had to be halved.
+        halvings: How often the inner step was halved.
         penalty_updates: How often the penalty was strengthened.
-        last_update: The iteration that last did so, 0 for none.
-        above: For how many iterations up to the last one :math:`\tilde R > 2 a_\phi \mu` has held
-            without a break.
+        last_update: The iteration of the last penalty update, 0 for none.
+        above: The number of latest iterations, without a break, with
+            :math:`\tilde R > 2 a_\phi \mu`.
         penalised: Whether the method has a penalty that it strengthens.
     """
 
