@@ -110,8 +110,9 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # This step is already saved, but the other callbacks have finished since: save it again.
+        before = self._last_global_step_saved
         self._last_global_step_saved = -1
-        self._save(trainer)
+        self._save(trainer, before)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -150,10 +151,12 @@ class LastCheckpoint(ModelCheckpoint):
         if terminated:
             raise SIGTERMException
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, before: int | None = None) -> None:
+        """Save the state; ``before`` is the iteration of the file that is there already."""
         if self._should_skip_saving_checkpoint(trainer):
             return
-        before = self._last_global_step_saved
+        if before is None:
+            before = self._last_global_step_saved
         try:
             self._save_last_checkpoint(trainer, {})
         except OSError as error:
