@@ -1,5 +1,7 @@
-"""Who takes part on hyper-cleaning of MNIST: our methods with the settings of configs/mnist, which
-are the paper's, and other libraries with the best of their settings.
+"""The methods and libraries that are compared on hyper-cleaning of MNIST.
+
+Our methods have the settings of configs/mnist, which are the paper's; each other library has the
+best of four settings.
 """
 
 from __future__ import annotations
