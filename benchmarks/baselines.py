@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     given = parser.parse_args(arguments)
     if unknown := set(given.tasks) - set(TASKS):
-        parser.error(f"no task is called {', '.join(sorted(unknown))}: there are {', '.join(TASKS)}")
+        parser.error(
+            f"no task is called {', '.join(sorted(unknown))}: there are {', '.join(TASKS)}"
+        )
     run(given.tasks or TASKS, given.seeds, given.seconds, given.out)
 
 

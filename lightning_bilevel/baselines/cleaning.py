@@ -16,7 +16,7 @@ from lightning_bilevel.baselines.row import Baseline
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.cleaning import CleaningData
 from lightning_bilevel.modules.detection import detection
-from lightning_bilevel.modules.hypercleaning import _sigmoid_network as sigmoid_network
+from lightning_bilevel.modules.networks import sigmoid_network
 
 __all__ = ["cleaning_baselines"]
 
@@ -147,8 +147,12 @@ class _Methods:
         return self._train_kept(p.argmax(1) == self.noisy), -self._given(p)
 
     def _by_cleanlab(self) -> _Found:
-        from cleanlab.filter import find_label_issues
-        from cleanlab.rank import get_label_quality_scores
+        from cleanlab.filter import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            find_label_issues,
+        )
+        from cleanlab.rank import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            get_label_quality_scores,
+        )
 
         p = self._out_of_sample()
         given: dict[str, Any] = {"labels": self.noisy.numpy(), "pred_probs": p.numpy()}
@@ -183,15 +187,14 @@ class _Methods:
         """Return the probabilities of each noisy sample's classes by a classifier of the other
         folds.
         """
-        p = torch.empty(len(self.noisy), self.data.classes)
-        for fold in torch.randperm(len(self.noisy)).tensor_split(_FOLDS):
+        folds = torch.randperm(len(self.noisy)).tensor_split(_FOLDS)
+        parts = []
+        for fold in folds:
             others = torch.ones(len(self.noisy), dtype=torch.bool)
             others[fold] = False
-            p[fold] = _probabilities(
-                self._train(self.images[others], self.noisy[others], _EPOCHS_NOISY),
-                self.images[fold],
-            )
-        return p
+            network = self._train(self.images[others], self.noisy[others], _EPOCHS_NOISY)
+            parts.append(_probabilities(network, self.images[fold]))
+        return torch.cat(parts)[torch.cat(folds).argsort()]
 
     def _given(self, p: Tensor) -> Tensor:
         return p.gather(1, self.noisy.unsqueeze(1)).squeeze(1)
@@ -206,7 +209,7 @@ class _Methods:
         optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=1e-4)
         done = 0
         while epochs > 0 or done < _FEWEST_STEPS:
-            for batch in torch.randperm(len(images)).split(_BATCH):
+            for batch in torch.split(torch.randperm(len(images)), _BATCH):
                 optimizer.zero_grad()
                 loss = cross_entropy(network(images[batch]), labels[batch])
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -224,4 +227,4 @@ def _whole(batch: Any) -> tuple[Tensor, ...]:
 def _probabilities(network: nn.Module, images: Tensor) -> Tensor:
     network.eval()
     with torch.no_grad():
-        return torch.cat([network(part).softmax(1) for part in images.split(1000)])
+        return torch.cat([network(part).softmax(1) for part in torch.split(images, 1000)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel.baselines.row import Baseline
-from lightning_bilevel.data.episodes import EpisodeData, Episodes, TaskEpisodes, draw_episode
+from lightning_bilevel.data.episodes import EpisodeData, Episodes, TaskEpisodes
 from lightning_bilevel.modules.networks import Conv4, adapt
 
 __all__ = ["few_shot_baselines"]
@@ -85,9 +85,7 @@ def few_shot_baselines(
     return rows
 
 
-def _check(
-    data: EpisodeData, channels: int, seconds: float | None, steps: int | None
-) -> None:
+def _check(data: EpisodeData, channels: int, seconds: float | None, steps: int | None) -> None:
     if not isinstance(data, EpisodeData):
         raise TypeError(
             f"`few_shot_baselines(data=...)` was given a {type(data).__name__}: it must be an "
@@ -102,8 +100,7 @@ def _check(
         raise ValueError(f"`few_shot_baselines(channels={channels})` must be at least 1.")
     if seconds is None and steps is None:
         raise ValueError(
-            "`few_shot_baselines(seconds=None, steps=None)` would train for ever: give one of "
-            "them."
+            "`few_shot_baselines(seconds=None, steps=None)` would train for ever: give one of them."
         )
     if seconds is not None and not seconds > 0:
         raise ValueError(f"`few_shot_baselines(seconds={seconds})` must be positive, or None.")
@@ -172,23 +169,15 @@ def _same(data: EpisodeData, seed: int) -> Iterator[Episodes]:
     everything = Episodes(support, support_labels, query, query_labels)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for index in torch.randperm(len(support), generator=generator).split(_EPISODES_AT_ONCE):
+        order = torch.randperm(len(support), generator=generator)
+        for index in torch.split(order, _EPISODES_AT_ONCE):
             yield Episodes(*(tensor[index] for tensor in everything))
 
 
 def _fresh(data: EpisodeData, seed: int) -> Iterator[Episodes]:
-    images = data._class_splits(data.load())[0]
-
-    def drawn(number: int) -> Episodes:
-        parts = [
-            draw_episode(images, data.ways, data.shots, data.queries, f"{seed}/fresh/{number}/{i}")
-            for i in range(_EPISODES_AT_ONCE)
-        ]
-        return Episodes(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
-
-    return map(drawn, itertools.count())
+    return map(data.fresh_episodes(str(seed)), itertools.repeat(_EPISODES_AT_ONCE))
 
 
 def _few_at_once(episodes: Episodes) -> Iterator[Episodes]:
-    for part in zip(*(tensor.split(_EPISODES_AT_ONCE) for tensor in episodes), strict=True):
+    for part in zip(*(torch.split(tensor, _EPISODES_AT_ONCE) for tensor in episodes), strict=True):
         yield Episodes(*part)

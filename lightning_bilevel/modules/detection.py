@@ -62,7 +62,8 @@ def _ranks(score: Tensor) -> Tensor:
     makes large ones equal.
     """
     values, ranks = torch.unique(score, return_inverse=True)
-    return ranks.double() / max(len(values) - 1, 1)
+    scaled: Tensor = ranks.double() / max(len(values) - 1, 1)
+    return scaled
 
 
 def _check(call: str, suspicion: Tensor, corrupted: Tensor) -> None:
