@@ -5,7 +5,7 @@ Of cleaning, the seed decides the split, the wrong labels and the networks. Of f
 the classes and episodes are those of the config, and the seed decides the networks. Each network
 of few-shot learning is trained for so many seconds, with the channels of the config.
 
-Run: python -m benchmarks.baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--out FOLDER]
+Run: python -m benchmarks.baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--clean N] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ TASKS = ("digits", "mnist", "fashion_mnist", "glyphs", "omniglot_cpu")
 Table = Mapping[int, Sequence[Baseline]]
 
 
-def baselines(task: str, seed: int, seconds: float) -> list[Baseline]:
+def baselines(task: str, seed: int, seconds: float, clean: int | None = None) -> list[Baseline]:
     config: dict[str, Any] = yaml.safe_load((CONFIGS / task / "ivsp.yaml").read_text())
     kind = getattr(lightning_bilevel, config["data"]["class_path"])
     options = config["data"]["init_args"]
     if issubclass(kind, CleaningData):
+        if clean is not None:
+            options["n_validation"] = clean
         data = kind(**options, seed=seed)
         data.setup()
         return cleaning_baselines(data, seed)
@@ -66,15 +68,22 @@ def _cell(values: Sequence[float]) -> str:
     return f"{mean(values):.{digits}f} ± {spread:.{digits}f}"
 
 
-def run(tasks: Sequence[str], seeds: Sequence[int], seconds: float, out: Path) -> None:
+def run(
+    tasks: Sequence[str],
+    seeds: Sequence[int],
+    seconds: float,
+    out: Path,
+    clean: int | None = None,
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for task in tasks:
+        name = task if clean is None else f"{task}-{clean}"
         table: dict[int, list[Baseline]] = {}
         for seed in seeds:
-            table[seed] = baselines(task, seed, seconds)
+            table[seed] = baselines(task, seed, seconds, clean)
             rows = {number: [asdict(row) for row in found] for number, found in table.items()}
-            (out / f"baselines-{task}.json").write_text(json.dumps(rows, indent=1))
-        print(markdown(task, table), "\n", flush=True)
+            (out / f"baselines-{name}.json").write_text(json.dumps(rows, indent=1))
+        print(markdown(name, table), "\n", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,13 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each few-shot network")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--clean", type=int, help="clean samples of cleaning, if not the config's")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     given = parser.parse_args(arguments)
     if unknown := set(given.tasks) - set(TASKS):
         parser.error(
             f"no task is called {', '.join(sorted(unknown))}: there are {', '.join(TASKS)}"
         )
-    run(given.tasks or TASKS, given.seeds, given.seconds, given.out)
+    run(given.tasks or TASKS, given.seeds, given.seconds, given.out, given.clean)
 
 
 if __name__ == "__main__":
