@@ -5,7 +5,7 @@ Of cleaning, the seed decides the split, the wrong labels and the networks. Of f
 the classes and episodes are those of the config, and the seed decides the networks. Each network
 of few-shot learning is trained for so many seconds, with the channels of the config.
 
-Run: python -m benchmarks.baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--clean N] [--out FOLDER]
+Run: python -m benchmarks.baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--clean N]
 """
 
 from __future__ import annotations

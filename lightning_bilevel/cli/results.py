@@ -81,7 +81,9 @@ def write_summary(
             _row([result.name, *cells, *counts, spent, (result.error or "").replace("|", "/")])
         )
     lines += [_baseline_row(baseline, metrics) for baseline in baselines]
-    lines += ["", *(f"\\* {AIM[name][1]}" for name in metrics if name in AIM)]
+    for name in metrics:
+        if name in AIM:
+            lines += ["", f"\\* {AIM[name][1]}"]
     lines += ["", "Ranking (best first; runs that ended early are left out):", ""]
     for name in metrics:
         pairs = [(f[name], method) for method, f in finals.items() if name in f]

@@ -119,6 +119,7 @@ def _label_levels(axis: Any, levels: Sequence[Level]) -> None:
 
 
 def _share_of_height(axis: Any, value: float) -> float:
+    axis.get_ylim()  # matplotlib finds the limits when they are asked for; the transform does not
     pixel = axis.transData.transform((0.0, value))
     return float(axis.transAxes.inverted().transform(pixel)[1])
 
