@@ -112,12 +112,23 @@ def test_metrics_are_what_they_say(tmp_path: Any) -> None:
     bad, good = ours.logits[source.corrupted], ours.logits[~source.corrupted]  # type: ignore[operator]
     pairs = (bad[:, None] < good[None]).float() + 0.5 * (bad[:, None] == good[None]).float()
     assert auroc == pytest.approx(float(pairs.mean()), abs=1e-6)
+    found = source.corrupted[ours.suspicious(len(bad))].float().mean()  # type: ignore[index]
+    assert float(run.callback_metrics["missed_errors"]) == pytest.approx(1 - float(found), abs=1e-6)
 
 
 def test_unknown_corruption_has_no_auroc(tmp_path: Any) -> None:
     run = trainer(tmp_path, max_epochs=1)
     run.fit(module(), datamodule=data(corruption=0.0))
     assert "auroc" not in run.callback_metrics
+    assert "missed_errors" not in run.callback_metrics
+
+
+def test_a_fresh_classifier_has_the_layers_and_other_numbers() -> None:
+    for ours in (module(), module(classifier=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))):
+        fresh = ours.fresh_classifier()
+        assert str(fresh) == str(ours.classifier)
+        for mine, new in zip(ours.classifier.parameters(), fresh.parameters(), strict=True):
+            assert not torch.equal(mine, new)
 
 
 def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
