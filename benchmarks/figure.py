@@ -25,7 +25,8 @@ def draw(sections: Mapping[str, Section], path: Path) -> None:
     there = [name for name in panels if name in sections]
     if not there:
         return
-    columns, rows = min(2, len(there)), (len(there) + 1) // 2
+    columns = min(3, len(there))
+    rows = -(-len(there) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, name in zip(axes, there, strict=False):
@@ -47,7 +48,6 @@ def ratios(axis: Any, section: Section) -> None:
 
 def stationarity(axis: Any, section: Section) -> None:
     descents(axis, section)
-    axis.set_yscale("log")
     axis.set_title("KKT residual, MNIST hyper-cleaning", fontsize=10)
     axis.set_xlabel("passes of f and g")
 
@@ -67,6 +67,7 @@ def descents(axis: Any, section: Section) -> None:
     for line in axis.lines:
         line.set(linewidth=1.2, markersize=3)
     axis.set_xscale("log")
+    axis.set_yscale("log")
     axis.legend(fontsize=5.5, ncols=2)
 
 
