@@ -59,6 +59,7 @@ class Certificate:
         first_lower_gradient: ``lower_gradient`` at the start of the run; None if unknown.
         evaluated_on: The data that f and g were evaluated on, in words; empty for the data of the
             whole run.
+        point: Which point of the run this is, in words; empty for the current one.
     """
 
     stationarity: float
@@ -86,6 +87,7 @@ class Certificate:
     first_upper_gradient: float | None = None
     first_lower_gradient: float | None = None
     evaluated_on: str = ""
+    point: str = ""
 
     @property
     def kkt(self) -> float:
@@ -121,6 +123,8 @@ class Certificate:
         ]
         if self.evaluated_on:
             rows.insert(0, ("evaluated on", self.evaluated_on))
+        if self.point:
+            rows.insert(0, ("point", self.point))
         return rows
 
     def __str__(self) -> str:
@@ -138,6 +142,7 @@ def certify(
     qualification: str = "not known",
     start: Start | None = None,
     evaluated_on: str = "",
+    point: str = "",
 ) -> Certificate:
     r"""Evaluate the KKT residuals at (x, y) independently of the solver that led there.
 
@@ -154,6 +159,7 @@ def certify(
             :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them. The reading
             compares the end with them.
         evaluated_on: The data of ``problem``, in words, if they are not those of the whole run.
+        point: Which point of the run (x, y) is, in words, if it is not the current one.
     """
     if not isinstance(envelope, Envelope):
         raise TypeError(
@@ -215,6 +221,7 @@ def certify(
         first_upper_gradient=None if start is None else start.upper_gradient,
         first_lower_gradient=None if start is None else start.lower_gradient,
         evaluated_on=evaluated_on,
+        point=point,
     )
 
 

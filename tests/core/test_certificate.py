@@ -234,9 +234,14 @@ def test_what_the_caller_knows_is_kept() -> None:
         problem.envelope,
         start=Start(3.0, 4.0),
         evaluated_on="the last mini-batch",
+        point="of iteration 3",
     )
     assert (got.first_upper_gradient, got.first_lower_gradient) == (3.0, 4.0)
-    assert got.rows()[0] == ("evaluated on", "the last mini-batch")
+    assert got.rows()[:2] == [
+        ("point", "of iteration 3"),
+        ("evaluated on", "the last mini-batch"),
+    ]
+    assert got.as_dict()["point"] == "of iteration 3"
     assert reading(got).startswith("evaluated on the last mini-batch; ")
 
 
