@@ -1,5 +1,4 @@
-"""Run every comparison, print what was found next to what was asked for, and write a table and a
-figure.
+"""Run every comparison, print results next to their targets, write a table and a figure.
 
 Each section leaves its results in the folder as soon as it is done; without names, those that are
 there already are not run again, and the table and the figure have all that are there.

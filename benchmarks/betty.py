@@ -1,6 +1,4 @@
-"""Hyper-cleaning by betty: implicit gradients by finite differences ("darts"), which is what it
-does by default.
-"""
+"""Hyper-cleaning by betty: implicit gradients by finite differences ("darts"), its default."""
 
 from __future__ import annotations
 
@@ -40,10 +38,8 @@ class Betty:
 
         self.network, self.steps = task.build().classifier, steps
         weights = Weights(len(task.data.lower[0]))
-        adam, descent = (
-            torch.optim.Adam(weights.parameters(), lr[0]),
-            torch.optim.SGD(self.network.parameters(), lr[1]),
-        )
+        adam = torch.optim.Adam(weights.parameters(), lr[0])
+        descent = torch.optim.SGD(self.network.parameters(), lr[1])
         clean, noisy = [task.data.upper[:2]], [task.data.lower[:2]]
         upper = Upper("upper", Config(), weights, adam, train_data_loader=clean, device="cpu")
         lower = Lower(

@@ -1,5 +1,6 @@
-"""An iteration of our MEHA, V-PBGD and BOME against BOAT's MESO, PGDO and VFO: the same data,
-network, steps and step sizes.
+"""An iteration of our MEHA, V-PBGD and BOME against BOAT's MESO, PGDO and VFO.
+
+Both sides have the same data, network, steps and step sizes.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ def lower_loss(feed: dict[str, Tensor], upper: Weights, lower: nn.Module) -> Ten
 
 
 class Boat:
-    """BOAT's problem for a first-order operator on hyper-cleaning, with plain gradient steps in
-    both levels.
-    """
+    """BOAT's hyper-cleaning by a first-order operator, with gradient steps in both levels."""
 
     def __init__(
         self, task: Task, operator: str, settings: dict[str, Any], lower_steps: int = 1
@@ -69,15 +68,24 @@ class Boat:
         self.upper_model, self.lower_model = Weights(len(lower[0])), task.build().classifier
         x, y = list(self.upper_model.parameters()), list(self.lower_model.parameters())
         upper_lr, lower_lr = settings["lr"]
+        constants = {name: value for name, value in settings.items() if name != "lr"}
         config = {
-            "fo_op": operator, "gm_op": None, "na_op": None,
-            "upper_level_model": self.upper_model, "lower_level_model": self.lower_model,
-            "upper_level_var": x, "lower_level_var": y,
-            "upper_level_opt": torch.optim.SGD(x, lr=upper_lr), "lower_level_opt": torch.optim.SGD(y, lr=lower_lr),
-            "lower_iters": lower_steps, "device": "cpu", "return_grad": False, "fo_ol_batch_input": False,
+            "fo_op": operator,
+            "gm_op": None,
+            "na_op": None,
+            "upper_level_model": self.upper_model,
+            "lower_level_model": self.lower_model,
+            "upper_level_var": x,
+            "lower_level_var": y,
+            "upper_level_opt": torch.optim.SGD(x, lr=upper_lr),
+            "lower_level_opt": torch.optim.SGD(y, lr=lower_lr),
+            "lower_iters": lower_steps,
+            "device": "cpu",
+            "return_grad": False,
+            "fo_ol_batch_input": False,
             "loss_log_path": f"{self.folder.name}/losses.json",
-            operator: {**REQUIRED[operator], **{name: value for name, value in settings.items() if name != "lr"}},
-        }  # fmt: skip
+            operator: {**REQUIRED[operator], **constants},
+        }
         losses = {
             f"{level}_level_loss": {"function": f"{__name__}.{level}_loss"}
             for level in ("upper", "lower")
@@ -94,8 +102,7 @@ class Boat:
 
 
 def compare(size: Size, operator: str, whole: bool = False) -> tuple[float, float]:
-    """Return how many times as long BOAT takes per iteration: as it is run, and its operator
-    without what it logs.
+    """Return how many times as long BOAT takes per iteration: all of it, and without its logs.
 
     Args:
         size: The size.
@@ -128,6 +135,9 @@ def run(size: Size) -> Section:
             continue
         full, operator_only = compare(size, operator)
         plain, _ = compare(size, operator, whole=True)
-        note = f"{operator_only:.2f} without what BOAT logs of each iteration; {plain:.2f} with our g as one function"
+        note = (
+            f"{operator_only:.2f} without what BOAT logs of each iteration; {plain:.2f} with our g "
+            "as one function"
+        )
         rows.append(Row(what, full, at_least=1.7, note=note))
     return Section("Time of an iteration, MNIST 5,000 + 5,000, MLP 784-32-10, one inner step", rows)

@@ -1,6 +1,4 @@
-"""An outer iteration on hyper-cleaning against the same passes written out by hand in plain torch,
-on flat vectors.
-"""
+"""An outer iteration on hyper-cleaning against the same passes by hand in plain torch."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ MEHA = {"alpha": 9.0, "beta": 0.5, "eta": 0.05, "gamma": 5.0, "c": 0.2}
 
 
 class ByHand:
-    """Hyper-cleaning with torch alone: MEHA's updates, and the evaluations of IVSP without its
-    arithmetic.
-    """
+    """Plain-torch hyper-cleaning: MEHA's updates, and IVSP's evaluations without its arithmetic."""
 
     def __init__(
         self, y: list[Tensor], upper: tuple[Tensor, ...], lower: tuple[Tensor, ...]
@@ -82,7 +78,10 @@ def run(size: Size) -> Section:
         rounds=2 * size.steps,
         warm_up=5,
     )
-    note = "as many gradients and gaps in a bare loop; an iteration finds some of its forward passes known"
+    note = (
+        "as many gradients and gaps in a bare loop; an iteration finds some of its forward passes "
+        "known"
+    )
     rows.append(
         Row("IVSP's iteration / its evaluations by hand", ratio(ours, bare), at_most=1.1, note=note)
     )
@@ -93,7 +92,10 @@ def run(size: Size) -> Section:
         [lambda: meha.step(problem=posed), by_hand.meha], rounds=2 * size.steps, warm_up=3
     )
     y = torch.cat([p.detach().reshape(-1) for p in meha.param_groups[1]["params"]])
-    note = f"the two differ by {float((y - by_hand.y).abs().max()):.1e} after {2 * size.steps + 3} iterations"
+    note = (
+        f"the two differ by {float((y - by_hand.y).abs().max()):.1e} after {2 * size.steps + 3} "
+        "iterations"
+    )
     rows.append(
         Row("MEHA's iteration / the same by hand", ratio(ours, bare), at_most=1.1, note=note)
     )

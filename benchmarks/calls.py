@@ -49,7 +49,10 @@ def run(size: Size) -> Section:
             )
             ratios.append(info.calls.passes / (steps + fixed * trials))
             made += info.calls.passes - info.calls.upper
-        shared = f"{forward.count / size.steps:.3g} forward passes of g for {made / size.steps:.3g} that were asked for"
+        shared = (
+            f"{forward.count / size.steps:.3g} forward passes of g for {made / size.steps:.3g} "
+            "that were asked for"
+        )
         rows.append(
             Row(
                 f"{type(method).__name__}: passes / minimum",

@@ -1,8 +1,10 @@
-"""Few-shot learning at the paper's width: chunks of episodes against one batch, and an inner
-iteration against the features.
+"""Few-shot learning at the paper's width: chunks of episodes against one batch.
+
+Also an inner iteration against the features.
 
 10-way 1-shot with 5 queries, 64 channels, 28 x 28 pixels (random: only their size matters for
-time)."""
+time).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def run(size: Size) -> Section:
     level = chunked.at(x)
     inner, features = in_turns([lambda: level.gradient(y), lambda: chunked.at(x)], size.rounds)
     small, large = (peak_bytes(lambda p=p: p.upper(x, y)) / 2**30 for p in (chunked, whole))
-    note = f"{parts[-1]:.3g} s and {small:.3g} GiB in chunks, {batch[-1]:.3g} s and {large:.3g} GiB as one batch, {tasks} episodes"
+    note = (
+        f"{parts[-1]:.3g} s and {small:.3g} GiB in chunks, {batch[-1]:.3g} s and {large:.3g} GiB "
+        f"as one batch, {tasks} episodes"
+    )
     rows = [Row("gradient of f, chunks / one batch", ratio(parts, batch), at_most=0.4, note=note)]
     note = f"of the time of the support features, {1e3 * features[-1]:.3g} ms"
     rows.append(Row("inner iteration", 100 * ratio(inner, features), "%", note=note))

@@ -1,5 +1,4 @@
-"""IVSP with no arguments, on every task of the library and on thirty random problems, next to the
-paper's settings.
+"""IVSP with no arguments next to the paper's settings: all tasks and thirty random problems.
 
 A task is run for an optimisation time; what is printed is f over its start at its worst, the KKT
 residual at the start and at the end, the time to a validation loss of 0.01, and what the module
@@ -49,7 +48,10 @@ class Watch(Callback):
     """Keeps what the table needs, and stops when the optimisation time is over."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.values, self.target, self.first = seconds, [], math.nan, math.nan
+        self.seconds = seconds
+        self.values: list[float] = []
+        self.target = math.nan
+        self.first = math.nan
         self.metrics: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
@@ -97,10 +99,8 @@ def run(name: str, seconds: float, constants: str | None) -> None:
         cli.trainer.fit(cli.model, cli.datamodule)
     except BilevelError as stopped:
         error = f" stopped: {stopped}"
-    values, metrics = (
-        watch.values,
-        ", ".join(f"{key} {value:.4g}" for key, value in watch.metrics.items()),
-    )
+    values = watch.values
+    metrics = ", ".join(f"{key} {value:.4g}" for key, value in watch.metrics.items())
     worst, last = max(abs(value) for value in values) / abs(values[0]), _kkt(cli.model)
     print(
         f"{name:<14} {'own choices' if constants is None else 'paper':<12} {len(values):>6} "
@@ -143,7 +143,10 @@ def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool
     except BilevelError as error:
         return False, f"stopped: {error}"
     seconds = time.perf_counter() - began
-    words = f"{relative:.1e} after {iteration} iterations, {solver.memory['passes']} passes, {seconds:.1f} s"
+    words = (
+        f"{relative:.1e} after {iteration} iterations, {solver.memory['passes']} passes, "
+        f"{seconds:.1f} s"
+    )
     return relative <= 1e-2, words if relative <= 1e-2 else " ".join([words, *advice(c, tally)])
 
 

@@ -64,9 +64,7 @@ def evaluations(n: int, rounds: int) -> float:
 
 
 def coordinates(counts: Sequence[int], rounds: int) -> dict[str, list[float]]:
-    """Return times and peaks of the synthetic problem, and the times of its evaluations of f and g
-    alone.
-    """
+    """Return times and peaks of the synthetic problem, and the times of f and g alone."""
     chosen = solver("synthetic/ivsp", **SAME_WORK)
     times, peaks = measure(lambda n: synthetic(Size(n=n), chosen), counts, rounds)
     return {"times": times, "peaks": peaks, "evaluations": [evaluations(n, rounds) for n in counts]}
@@ -92,7 +90,10 @@ def rows_of(
 ) -> list[Row]:
     upper = counts[-LAST:]
     over = ", ".join(f"{count:,}" for count in upper)
-    note = f"{1e3 * times[-1]:.3g} ms and {peaks[-1]:.3g} MiB at {counts[-1]:,}; fitted over {over}{more}"
+    note = (
+        f"{1e3 * times[-1]:.3g} ms and {peaks[-1]:.3g} MiB at {counts[-1]:,}; fitted over "
+        f"{over}{more}"
+    )
     return [
         Row(f"time, exponent in {name}", exponent(upper, times[-LAST:]), at_most=1.05, note=note),
         Row(f"memory, exponent in {name}", exponent(upper, peaks[-LAST:]), at_most=1.05),

@@ -1,5 +1,6 @@
-"""Hyper-cleaning by hypergradients, as higher and TorchOpt offer them: x takes Adam's steps, y is
-what steps on g have left.
+"""Hyper-cleaning by the hypergradients of higher and TorchOpt.
+
+x takes Adam's steps; y is the result of gradient steps on g.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from benchmarks.tasks import Task
 
 
 class Hypergradient:
-    """An outer iteration: some gradient steps on g from where y was, and a step of x along the
-    gradient of f through them.
+    """An outer iteration: gradient steps on g from the last y, then a step of x.
+
+    x moves along the gradient of f through these steps.
 
     Args:
         task: Hyper-cleaning.

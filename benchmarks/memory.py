@@ -1,9 +1,9 @@
-"""The memory that a method needs: against its inner steps, and for IVSP in multiples of the
-parameter vectors.
+"""A method's memory against its inner steps, and IVSP's in multiples of the parameters.
 
 Counted are the bytes that torch's allocator hands out while an iteration runs, as its profiler
 records them: the data and what was there before are not part of it, and neither does it depend on
-what else the process holds."""
+what else the process holds.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +51,15 @@ def ours(size: Size, name: str, steps: int) -> Callable[[], object]:
 
 
 def ivsp(size: Size, steps: int) -> Callable[[], object]:
-    """Return Moreau evaluations of that many inner steps: an accuracy that is not reached, and the
-    cap.
-    """
+    """Return Moreau evaluations of `steps` inner steps: the accuracy is not reached, the cap is."""
     from lightning_bilevel.core.errors import InnerLoopError
     from lightning_bilevel.core.moreau import Envelope, evaluate_gap
     from lightning_bilevel.core.prox import inexact_prox
 
-    _, problem = (task := cleaning(size)).alone()
-    x, y = (
-        torch.zeros(len(task.data.lower[0])),
-        torch.cat([p.detach().reshape(-1) for p in task.build().classifier.parameters()]),
-    )
+    task = cleaning(size)
+    _, problem = task.alone()
+    x = torch.zeros(len(task.data.lower[0]))
+    y = torch.cat([p.detach().reshape(-1) for p in task.build().classifier.parameters()])
     envelope, lower = Envelope(rho=0.05, sigma=1.0, delta=1e-3), problem.at(x)
 
     def work() -> None:
@@ -138,8 +135,9 @@ def curves(size: Size) -> Iterator[tuple[Curve, str | None]]:
 
 
 def vectors(n: int) -> float:
-    """Return the peak of an iteration of IVSP with all it keeps, the parameters included, in
-    multiples of the vector (x, y).
+    """Return the peak of an IVSP iteration in multiples of the vector (x, y).
+
+    All that it keeps counts, the parameters included.
     """
     problem = BilevelProblem(
         upper=lambda x, y: ((x - 2) ** 2).sum() + ((y - 4) ** 2).sum(),

@@ -1,9 +1,11 @@
-"""What the monitors cost on hyper-cleaning of MNIST, all of them on at their default intervals, as
-a share of one run's time.
+"""What all monitors cost on hyper-cleaning of MNIST, as a share of one run's time.
+
+They run at their default intervals.
 
 Every hook of every monitor is timed where the Trainer calls it, within one `lightning-bilevel fit`
 of configs/mnist/ivsp.yaml, by the time of this process alone: a machine that others use does not
-lengthen it."""
+lengthen it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ HOOKS = (
 
 def build(folder: str, size: Size) -> BilevelCLI:
     options = {
-        "trainer.default_root_dir": folder, "trainer.enable_model_summary": False, "trainer.enable_progress_bar": False,
-        "trainer.max_epochs": size.steps // 2, "model.init_args.n_train": size.samples,
-        "data.init_args.n_train": size.samples, "data.init_args.n_validation": size.samples,
-    }  # fmt: skip
+        "trainer.default_root_dir": folder,
+        "trainer.enable_model_summary": False,
+        "trainer.enable_progress_bar": False,
+        "trainer.max_epochs": size.steps // 2,
+        "model.init_args.n_train": size.samples,
+        "data.init_args.n_train": size.samples,
+        "data.init_args.n_validation": size.samples,
+    }
     given = [
         f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in options.items()

@@ -1,6 +1,4 @@
-"""What `Trainer.fit` costs over a bare loop of `optimizer.step(problem=...)`, and what a step costs
-besides oracle calls.
-"""
+"""What `Trainer.fit` costs over a bare loop of steps, and a step besides its oracle calls."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Stopwatch:
 
 
 def arithmetic(task: Task) -> float:
-    """Return the median share of an iteration that is not spent in evaluations of f and g, in per
-    cent.
-    """
+    """Return the median per cent of an iteration that is not spent in evaluating f and g."""
     solver, problem = task.alone()
     watch, shares = Stopwatch(problem), []
     for _ in range(task.steps):

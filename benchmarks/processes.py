@@ -1,5 +1,4 @@
-"""Two processes with one thread each against one process with two threads, on hyper-cleaning of
-MNIST.
+"""Hyper-cleaning of MNIST by two processes of one thread against one of two threads.
 
 Run: python -m benchmarks.processes COUNT SAMPLES STEPS, which is one side of the comparison.
 """
@@ -48,9 +47,15 @@ def one_side(processes: int, samples: int, steps: int) -> None:
     }
     strategy = "ddp" if processes > 1 else "auto"
     trainer = Trainer(
-        accelerator="cpu", devices=processes, strategy=strategy, max_steps=steps + 2, max_epochs=-1, limit_val_batches=0,
-        callbacks=[clock], **silent,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=processes,
+        strategy=strategy,
+        max_steps=steps + 2,
+        max_epochs=-1,
+        limit_val_batches=0,
+        callbacks=[clock],
+        **silent,
+    )
     trainer.fit(task.build(), datamodule=task.data)
     if trainer.is_global_zero:
         print(f"milliseconds {1e3 * statistics.mean(clock.seconds[2:])}")  # the first ones warm up

@@ -1,5 +1,6 @@
-"""Thirty random bilevel problems: quadratic, logistic and small networks, of many sizes, scales and
-constraint sets.
+"""Thirty random bilevel problems: quadratic, logistic and small networks.
+
+They have many sizes, scales and constraint sets.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Drawn:
 
 
 def draw(number: int) -> Drawn:
-    """Return problem 0 to 29: each kind in ten sizes, each size with another pair of scales of f
-    and g and another set.
+    """Return problem 0 to 29: each kind in ten sizes.
+
+    Each size has another pair of scales of f and g and another set.
     """
     kind, index = KINDS[number % 3], number // 3
     size, (f_scale, g_scale) = SIZES[index], SCALES[(index + number % 3) % len(SCALES)]
@@ -65,8 +67,9 @@ def draw(number: int) -> Drawn:
 
 
 def _quadratic(n, index, normal):  # type: ignore[no-untyped-def]
-    """g has curvatures from -0.2 to 1 where y is in a box or a ball, otherwise from 0.05 to 1; f
-    pulls both levels away.
+    """f pulls both levels away; g has curvatures from 0.05 to 1.
+
+    Where y is in a box or a ball, the curvatures begin at -0.2.
     """
     X: ConvexSet = (Box(-1.0, 1.0), Ball(math.sqrt(n)), Free(), Simplex())[index % 4]
     Y: ConvexSet = (Ball(2 * math.sqrt(n)), Free(), Box(-3.0, 3.0))[index % 3]
@@ -83,9 +86,7 @@ def _quadratic(n, index, normal):  # type: ignore[no-untyped-def]
 
 
 def _logistic(n, index, normal):  # type: ignore[no-untyped-def]
-    """x are the logarithms of the L2 coefficients of n features, y the weights of a logistic
-    regression.
-    """
+    """x: logarithms of the L2 coefficients of n features; y: weights of a logistic regression."""
     X: ConvexSet = (Box(-6.0, 3.0), Ball(3 * math.sqrt(n)), Free())[index % 3]
     Y: ConvexSet = (Free(), Box(-10.0, 10.0), Ball(5 * math.sqrt(n)))[index % 3]
     samples = min(200, 10 * n)
@@ -109,8 +110,9 @@ def _logistic(n, index, normal):  # type: ignore[no-untyped-def]
 
 
 def _network(n, index, normal):  # type: ignore[no-untyped-def]
-    """x are weights of samples, a fifth of them wrong, y a network with one hidden layer: nonconvex
-    in y.
+    """x: weights of samples, a fifth of them wrong; y: a network with one hidden layer.
+
+    g is nonconvex in y.
     """
     samples, hidden, features = max(n, 4), 4, 3
     X: ConvexSet = (Simplex(), Box(-8.0, 8.0))[index % 2]

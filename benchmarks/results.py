@@ -1,6 +1,4 @@
-"""What a benchmark found: rows with their targets, curves for the figure, and the files that both
-are written to.
-"""
+"""What a benchmark found: rows with their targets, curves for the figure, and their files."""
 
 from __future__ import annotations
 
@@ -98,7 +96,10 @@ def installed(package: str) -> str | None:
 def machine() -> str:
     """Return what the figures depend on, but not whose machine it is."""
     found = ", ".join(f"{name} {found}" for name in PACKAGES if (found := installed(name)))
-    return f"{torch.get_num_threads()} CPU threads ({platform.machine()}), Python {platform.python_version()}, {found}"
+    return (
+        f"{torch.get_num_threads()} CPU threads ({platform.machine()}), Python "
+        f"{platform.python_version()}, {found}"
+    )
 
 
 def shown(row: Row) -> str:

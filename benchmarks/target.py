@@ -1,5 +1,6 @@
-"""The optimisation time to a validation loss of 0.1 and of 0.01 on hyper-cleaning of MNIST: our
-methods and other libraries.
+"""The optimisation time to a validation loss of 0.1 and of 0.01 on hyper-cleaning of MNIST.
+
+Our methods are compared with other libraries.
 
 Only the steps count as time; the loss is evaluated after each of them. Every method has the best of
 its four settings in examples/grids/mnist_target.yaml, which stands first; IVSP's are the paper's.
@@ -48,10 +49,8 @@ def contender(
     if not how:
         task = cleaning(size, chosen=solver(f"mnist/{name}", **settings))
         module = task.build()
-        method, problem = (
-            module._declaration.solver(module._declaration.groups()),
-            task.problem(module),
-        )
+        method = module._declaration.solver(module._declaration.groups())
+        problem = task.problem(module)
         return task, module.classifier, lambda: method.step(problem=problem)
     task = cleaning(size)
     if library == "boat":
@@ -67,9 +66,7 @@ def contender(
 
 
 def descent(name: str, settings: dict[str, Any], size: Size) -> Curve:
-    """Return the validation loss against the optimisation time, up to the last target or the end of
-    the time.
-    """
+    """Return the validation loss over the optimisation time, up to the last target or the limit."""
     task, network, step = contender(name, settings, size)
     images, labels = task.data.upper[:2]
     spent, curve = 0.0, Curve(name, [], [])
@@ -94,9 +91,7 @@ def time_to(curve: Curve, target: float) -> float | None:
 
 
 def last(curve: Curve) -> float:
-    """Return the loss that a run has come to in the end: one that was good before it diverged is
-    not.
-    """
+    """Return the final loss of a run: a low loss before it diverged does not count."""
     return curve.ys[-1] if curve.ys else math.inf
 
 
@@ -128,8 +123,9 @@ def run(size: Size) -> Section:
 
 
 def verdicts(curves: list[Curve], limit: float) -> list[Row]:
-    """Compare IVSP with the fastest of all others; who did not reach a target is taken to need all
-    the time at least.
+    """Compare IVSP with the fastest of all others.
+
+    A method that misses a target is taken to need at least all of the time.
     """
     rows = []
     ours = next(curve for curve in curves if curve.name == "IVSP")

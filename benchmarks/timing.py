@@ -1,6 +1,4 @@
-"""Times that can be compared although others use the machine: the sides of a comparison take turns,
-and medians are taken.
-"""
+"""Times that compare on a shared machine: the sides take turns, and medians are taken."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ def seconds(work: Work) -> float:
 
 
 def in_turns(sides: Sequence[Work], rounds: int, warm_up: int = 1) -> list[list[float]]:
-    """Return what each side took in each round, in which every side has one turn; the first rounds
-    are not counted.
-    """
+    """Return the time of each side in each round; the first `warm_up` rounds do not count."""
     took = [[seconds(side) for side in sides] for _ in range(warm_up + rounds)][warm_up:]
     return [list(times) for times in zip(*took, strict=True)]
 
@@ -32,8 +28,6 @@ def ratio(times: Sequence[float], to: Sequence[float]) -> float:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """Return p of the power law cost = c * size^p that fits best, by least squares of the
-    logarithms.
-    """
+    """Return p of the power law cost = c * size^p, by least squares of the logarithms."""
     xs, ys = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     return statistics.linear_regression(xs, ys).slope

@@ -1,6 +1,4 @@
-"""The documentation: pages in Markdown, the reference from the docstrings, formulas without a
-network.
-"""
+"""The documentation: Markdown pages, reference from docstrings, formulas without a network."""
 
 import re
 from typing import Any
@@ -41,8 +39,9 @@ html_title = f"lightning-bilevel {__version__}"
 
 
 def escape_norms(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings write a norm as |y - z|, which reStructuredText would take for a substitution;
-    formulas stay as they are.
+    """Escape norms such as |y - z|, which reStructuredText takes for substitutions.
+
+    Formulas stay as they are.
     """
     formula = False
     for i, line in enumerate(lines):

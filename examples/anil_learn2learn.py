@@ -1,7 +1,8 @@
-"""learn2learn's ANIL on the very episodes of a few-shot config, as a yardstick.
+"""learn2learn's ANIL on the same episodes as a few-shot config, for comparison.
 
-ANIL differentiates through ten inner steps of one head that all tasks start from; this library fits
-a head per task and needs no second derivatives. learn2learn installs as docs/learn2learn.md says.
+ANIL trains one head from which all tasks start, and differentiates through ten inner steps. This
+library fits one head per task and needs no second derivatives. docs/learn2learn.md says how to
+install learn2learn.
 
 Run: python examples/anil_learn2learn.py configs/glyphs/ivsp.yaml --budget 60
 """
@@ -19,14 +20,17 @@ from torch.nn.functional import cross_entropy
 from lightning_bilevel import Episodes, FewShot
 from lightning_bilevel.cli.app import BilevelCLI
 
-STEPS, INNER_LR = 10, 0.1  # as every method here is evaluated
+# All methods of the library are evaluated with these inner steps.
+STEPS = 10
+INNER_LR = 0.1
 
 
 def query_logits(
     encoder: nn.Module, head: learn2learn.algorithms.MAML, task: tuple[Tensor, ...]
 ) -> Tensor:
     support, labels, query, _ = task
-    features, learner = encoder(support.unsqueeze(0))[0], head.clone()
+    features = encoder(support.unsqueeze(0))[0]
+    learner = head.clone()
     for _ in range(STEPS):
         learner.adapt(cross_entropy(learner(features), labels))
     return learner(encoder(query.unsqueeze(0))[0])
@@ -58,20 +62,19 @@ def main() -> None:
     data.prepare_data()
     data.setup()
     train = Episodes(*data.lower[:2], *data.upper[:2])
-    encoder, head = (
-        module.encoder,
-        learn2learn.algorithms.MAML(nn.Linear(module.encoder.features, module.ways), lr=INNER_LR),
-    )
+    encoder = module.encoder
+    head = learn2learn.algorithms.MAML(nn.Linear(encoder.features, module.ways), lr=INNER_LR)
     optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()], lr=given.lr)
-    began, steps = time.perf_counter(), 0
-    while time.perf_counter() - began < given.budget:
+    steps = 0
+    start = time.perf_counter()
+    while time.perf_counter() - start < given.budget:
         optimizer.zero_grad()
         for i in torch.randperm(len(train.support))[: given.tasks].tolist():
             task = tuple(tensor[i] for tensor in train)
             (cross_entropy(query_logits(encoder, head, task), task[3]) / given.tasks).backward()
         optimizer.step()
         steps += 1
-    print(f"ANIL, {steps} steps of {given.tasks} tasks in {time.perf_counter() - began:.0f} s")
+    print(f"ANIL, {steps} steps of {given.tasks} tasks in {time.perf_counter() - start:.0f} s")
     report("validation", encoder, head, data.validation)
     report("test", encoder, head, data.test)
 

@@ -1,8 +1,7 @@
-"""Clean an image folder of your own: which labels are wrong, and a classifier that was not fooled
-by them.
+"""Clean your own image folder: find wrong labels, and train a classifier on the other samples.
 
-Here the folder is made from scikit-learn's digits, with half of the training labels wrong; put your
-own in its place.
+This example makes a folder of scikit-learn's digits, with half of the training labels wrong; use
+your own folder instead.
 
 Run: python examples/clean_your_data.py
 """
@@ -90,7 +89,8 @@ def main(short: bool = False, out: Path = Path("suspicious.csv")) -> dict[str, f
             writer.writerow(
                 [paths[i], int(labels[i]), int(predicted[i]), f"{float(module.weights[i]):.3g}"]
             )
-    kept, clean = module.weights > 0.25, data.upper  # half of what they start with
+    kept = module.weights > 0.25  # weights start at 0.5
+    clean = data.upper
     sets = {
         "all noisy labels": (images, labels),
         "the clean validation set alone": clean,

@@ -1,9 +1,8 @@
-"""The weights that hyper-cleaning gives to clean and to corrupted samples, those of lowest weight,
-and what retraining gains.
+r"""Draw the weights of clean and of corrupted samples, and retrain without the suspicious ones.
 
 Run: python examples/cleaning_figure.py configs/digits/ivsp.yaml --budget 2s --out weights.png
-     python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml --budget 60s --out
-     weights.png
+     python examples/cleaning_figure.py configs/mnist/ivsp_cleaning.yaml \
+         --budget 60s --out weights.png
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ def main() -> None:
     cli.trainer.callbacks.append(OptimizationBudget(given.budget))
     cli.trainer.fit(module, datamodule=data)
 
-    weights, corrupted = module.weights, data.corrupted
+    weights = module.weights
+    corrupted = data.corrupted
     assert corrupted is not None
     whole = Figure(figsize=(9.5, 3), layout="constrained")
     figure, samples = whole.subfigures(1, 2, width_ratios=(1, 1.15))
@@ -66,20 +66,22 @@ def main() -> None:
         axis.set_axis_off()
     whole.savefig(given.out, dpi=160)
 
-    kept, (clean_images, clean_labels) = weights > 0.25, data.upper  # half of what they start with
+    kept = weights > 0.25  # weights start at 0.5
+    clean_images, clean_labels = data.upper
     wrong = float(corrupted[~kept].float().mean())
     print(
         f"{int((~kept).sum())} samples have lost more than half of their weight, {wrong:.1%} of "
         "them are wrong."
     )
-    for name, (some_images, some_labels) in {
+    sets = {
         "all noisy data": (images, labels),
         "the validation set alone": (clean_images, clean_labels),
         "kept samples and validation set": (
             torch.cat([images[kept], clean_images]),
             torch.cat([labels[kept], clean_labels]),
         ),
-    }.items():
+    }
+    for name, (some_images, some_labels) in sets.items():
         torch.manual_seed(0)
         classifier = retrain(module.classifier, some_images, some_labels)
         error = float((classifier(data.test[0]).argmax(1) != data.test[1]).float().mean())

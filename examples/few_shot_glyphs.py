@@ -1,8 +1,7 @@
-"""Few-shot learning: features such that a classifier fitted on one example per class tells unseen
-classes apart.
+"""Few-shot learning: learn features that classify unseen classes from one example of each.
 
-The upper level is a small Conv-4, the lower level one linear head per training episode. The
-characters are drawn by the library itself, so there is nothing to download.
+The upper level is a small Conv-4, the lower level has one linear head per training episode. The
+library draws the characters itself, so there is nothing to download.
 
 Run: python examples/few_shot_glyphs.py
 """
@@ -27,7 +26,7 @@ from lightning_bilevel import (
 
 
 def query_error(module: FewShot, episodes: Episodes) -> float:
-    """The error on unseen classes, by heads that are fitted to their one example each."""
+    """The error on unseen classes, with heads fitted to one example per class."""
     with torch.no_grad():
         return float((module.predict(episodes).argmax(-1) != episodes.query_labels).float().mean())
 
@@ -47,8 +46,8 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
         **sizes,
     )
     data.setup()
-    # As in configs/glyphs/ivsp.yaml: a convex lower level (sigma = 0), hence a large rho and the
-    # accelerated inner loop.
+    # As in configs/glyphs/ivsp.yaml: the lower level is convex (sigma = 0), so rho may be large and
+    # the inner loop accelerated.
     moreau = {
         "rho": 10.0,
         "sigma": 0.0,

@@ -1,8 +1,7 @@
-"""Class-imbalance reweighting: one weight per class, learned so that rare classes are recognised as
-well.
+"""Class-imbalance reweighting: learn one weight per class, so that rare classes are recognised.
 
 Five of scikit-learn's ten digits have 120 training samples each, the other five have 4. The upper
-level is the loss on a small balanced validation set, the lower level a linear classifier trained
+level is the loss on a small balanced validation set. The lower level trains a linear classifier
 with weighted classes.
 
 Run: python examples/imbalance.py
@@ -31,7 +30,8 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.modules.retraining import retrain
 
-RARE, COMMON = 4, 120
+RARE = 4
+COMMON = 120
 
 
 class Reweighting(IVSPMixin, LightningModule):
@@ -49,18 +49,18 @@ class Reweighting(IVSPMixin, LightningModule):
 
     def lower_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = cross_entropy(self.classifier(batch[0]), batch[1], reduction="none")
-        return (
-            10 * self.logits.softmax(0)[batch[1]] * losses
-        ).mean() + 1e-3 * self.classifier.weight.square().sum()
+        weights = 10 * self.logits.softmax(0)[batch[1]]
+        return (weights * losses).mean() + 1e-3 * self.classifier.weight.square().sum()
 
 
 def load() -> tuple[tuple[Tensor, Tensor], ...]:
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    number = torch.stack([labels == digit for digit in range(10)]).cumsum(1)[
-        labels, torch.arange(len(labels))
-    ]  # in its class
+    # The number of each sample within its class, from 1.
+    counts = torch.stack([labels == digit for digit in range(10)]).cumsum(1)
+    number = counts[labels, torch.arange(len(labels))]
     train = number <= torch.where(labels < 5, COMMON, RARE)
-    validation, test = (number > COMMON) & (number <= COMMON + 10), number > COMMON + 10
+    validation = (number > COMMON) & (number <= COMMON + 10)
+    test = number > COMMON + 10
     return tuple((images[part] / 16, labels[part]) for part in (train, validation, test))
 
 
@@ -85,7 +85,8 @@ def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, fl
     )
 
     equal = retrain(module.classifier, *train, weight_decay=1e-3)
-    figure, errors = Figure(figsize=(7, 3), layout="constrained"), {}
+    errors = {}
+    figure = Figure(figsize=(7, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.bar(range(10), (10 * module.logits.detach().softmax(0)).tolist(), color="#0072B2")
     left.set(ylabel="learned weight of the class", xlabel="digit; 5 to 9 are rare")

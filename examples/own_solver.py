@@ -1,8 +1,8 @@
-"""A solver of your own in 40 lines: a penalty method with momentum, on the library's contracts.
+"""Your own solver in 40 lines: a penalty method with momentum.
 
-`advance` does one outer iteration on flat vectors. In return the method runs on every problem and
-module of the library, is logged, certified and compared like the others, and resumes bit for bit,
-because its state lives in `self.memory`.
+You write `advance`, one outer iteration on flat vectors. The solver then works with every problem
+and module of the library, and is logged, certified and compared like the others. It resumes bit for
+bit, because its state is in `self.memory`.
 
 Run: python examples/own_solver.py
 """
@@ -23,9 +23,7 @@ from lightning_bilevel import MEHA, BilevelOptimizer, BilevelProblem, Box, Envel
 
 
 class HeavyBall(BilevelOptimizer):
-    """Steps with momentum on f + penalty * (g(x, y) - g(x, z)), while z follows the lower level by
-    gradient steps.
-    """
+    """Momentum steps on f + penalty * (g(x, y) - g(x, z)), where z descends on g(x, .)."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class HeavyBall(BilevelOptimizer):
         penalty: float = 20.0,
         inner: int = 5,
     ) -> None:
-        # Hyper-parameters live in param_groups, where a checkpoint finds them.
+        # Hyper-parameters are stored in param_groups, which checkpoints contain.
         super().__init__(
             params, {"lr": lr, "momentum": momentum, "penalty": penalty, "inner": inner}
         )
@@ -44,30 +42,29 @@ class HeavyBall(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
-        c, memory, lower = self.constants, self.memory, problem.at(x)
+        c = self.constants
+        memory = self.memory
+        lower = problem.at(x)
         z = memory.get("z", y)
         for _ in range(c["inner"]):
             z = problem.lower_set.project(z - c["lr"] * lower.gradient(z))
-        f, gap = problem.upper(x, y), lower.gap(y, z)  # one pass each, with both gradients
-        step, penalty = c["lr"] / (1 + c["penalty"]), c["penalty"]
-        speed_x = c["momentum"] * memory.get("speed_x", torch.zeros_like(x)) - step * (
-            f.grad_x + penalty * gap.grad_x
-        )
-        speed_y = c["momentum"] * memory.get("speed_y", torch.zeros_like(y)) - step * (
-            f.grad_y + penalty * gap.grad_y
-        )
-        new_x, new_y = (
-            problem.upper_set.project(x + speed_x),
-            problem.lower_set.project(y + speed_y),
-        )
-        # State: tensors and plain numbers only.
+        f = problem.upper(x, y)  # the value and both gradients, in one pass
+        gap = lower.gap(y, z)  # likewise
+        penalty = c["penalty"]
+        step = c["lr"] / (1 + penalty)
+        old_x = memory.get("speed_x", torch.zeros_like(x))
+        old_y = memory.get("speed_y", torch.zeros_like(y))
+        speed_x = c["momentum"] * old_x - step * (f.grad_x + penalty * gap.grad_x)
+        speed_y = c["momentum"] * old_y - step * (f.grad_y + penalty * gap.grad_y)
+        new_x = problem.upper_set.project(x + speed_x)
+        new_y = problem.lower_set.project(y + speed_y)
+        # The state may have tensors and plain numbers only.
         memory.update(z=z, speed_x=speed_x, speed_y=speed_y)
         return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"])
 
 
 def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, float]:
-    # Ridge regression below, its target above; the solution is y = x, and x = a/2 coordinate by
-    # coordinate.
+    # The lower level is solved by y = x, so f is (x - a)^2 + x^2 there: the solution is x = a/2.
     a = torch.linspace(-1, 1, 20, dtype=torch.float64)
     boxes = {"upper_set": Box(-2, 2), "lower_set": Box(-2, 2)}
     problem = BilevelProblem(
@@ -78,10 +75,13 @@ def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, f
         "HeavyBall without momentum": partial(HeavyBall, momentum=0.0),
         "MEHA": partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=1.0, c=10.0),
     }
+    errors = {}
     figure = Figure(figsize=(5, 3), layout="constrained")
-    axis, errors, start = figure.subplots(), {}, torch.zeros(20, dtype=torch.float64)
+    axis = figure.subplots()
+    start = torch.zeros(20, dtype=torch.float64)
+    envelope = Envelope(rho=0.5, sigma=0.0, delta=1e-3)
+    steps = 200 if short else 1000
     for name, solver in solvers.items():
-        envelope, steps = Envelope(rho=0.5, sigma=0.0, delta=1e-3), 200 if short else 1000
         solution = solve(problem, start, start, solver, max_steps=steps, envelope=envelope)
         errors[name] = float((solution.x - a / 2).norm())
         print(f"{name}: |x - x*| = {errors[name]:.2e}. {solution.reading}")

@@ -1,9 +1,8 @@
-"""Learning regularisation: one L2 coefficient per feature of a logistic regression, chosen by
-validation data.
+"""Learn the regularisation of a logistic regression: one L2 coefficient per feature.
 
-With 60 coefficients there is no grid to search. Half of the features of scikit-learn's
-breast-cancer data are shuffled copies that say nothing about the diagnosis; nobody tells the method
-which, and it regularises them more.
+With 60 coefficients a grid search is impossible. Half of the features are shuffled copies of
+scikit-learn's breast-cancer data, which say nothing about the diagnosis. The method does not know
+which ones they are, and it regularises them more.
 
 Run: python examples/regularisation.py
 """
@@ -22,8 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lightning_bilevel import IVSP, BilevelProblem, Box, solve
 
-# x is the logarithm of a coefficient in this unit, which makes its steps a hundred times as long
-# (`upper_unit`)
+# x is the logarithm of a coefficient, divided by this unit. Steps of the logarithm become a hundred
+# times as long (as with `upper_unit`).
 UNIT = 10.0
 START = -3.0
 
@@ -34,7 +33,8 @@ def load() -> list[tuple[Tensor, Tensor]]:
     )
     features = (features - features.mean(0)) / features.std(0)
     shuffled = torch.stack([column[torch.randperm(len(column))] for column in features.T], dim=1)
-    order, both = torch.randperm(len(features)), torch.cat([features, shuffled], dim=1)
+    order = torch.randperm(len(features))
+    both = torch.cat([features, shuffled], dim=1)
     return [(both[part], labels[part]) for part in order.split([150, 210, len(order) - 360])]
 
 
@@ -51,8 +51,8 @@ def main(short: bool = False, out: Path = Path("regularisation.png")) -> dict[st
         upper_set=Box(-6 / UNIT, 1 / UNIT),
         lower_set=Box(-20, 20),
     )
-    # Convex (sigma = 0), so rho may be large. A small delta: where g is flat, a small gradient is
-    # still far from the solution.
+    # g is convex (sigma = 0), so rho may be large. Delta is small: where g is flat, a point with a
+    # small gradient may still be far from the solution.
     convex = {
         "rho": 10.0,
         "sigma": 0.0,
@@ -64,12 +64,9 @@ def main(short: bool = False, out: Path = Path("regularisation.png")) -> dict[st
     solver = partial(
         IVSP, **convex, mu0=2e-4, block=10, gamma0=0.005, zeta_bar=1e5, L_init=1.0, B_R=1.0
     )
-    start, zero = (
-        torch.full((60,), START / UNIT, dtype=torch.float64),
-        torch.zeros(61, dtype=torch.float64),
-    )
-    equal = zero
-    for _ in range(2000):  # the usual way: one coefficient for all
+    start = torch.full((60,), START / UNIT, dtype=torch.float64)
+    equal = torch.zeros(61, dtype=torch.float64)
+    for _ in range(2000):  # the usual regression: one coefficient for all features
         equal = equal - problem.at(start).gradient(equal) / 4.5
     solution = solve(problem, start, equal, solver, max_steps=100 if short else 300)
     print(solution.certificate, solution.reading, sep="\n")

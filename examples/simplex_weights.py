@@ -1,9 +1,9 @@
-"""Sample weights on the simplex, without labels: which rows of a table can be trusted.
+"""Sample weights on the simplex, without labels: find the rows of a table that can be trusted.
 
 The lower level predicts half of the columns of scikit-learn's breast-cancer measurements from the
 other half, without the diagnosis. A third of the training rows are spoilt: their columns come from
-different patients. The weights of the rows lie on the simplex, a set like any other; the upper
-level is the prediction error on 100 rows that are known to be good.
+different patients. The weights of the rows lie on the simplex. The upper level is the prediction
+error on 100 rows that are known to be good.
 
 Run: python examples/simplex_weights.py
 """
@@ -30,7 +30,9 @@ from lightning_bilevel import (
     SolverCallable,
 )
 
-TRAIN, GOOD, SPOILT = 300, 100, 100
+TRAIN = 300
+GOOD = 100
+SPOILT = 100
 
 
 class Trust(IVSPMixin, LightningModule):
@@ -38,8 +40,7 @@ class Trust(IVSPMixin, LightningModule):
         super().__init__()
         self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN, dtype=torch.float64))
         self.model = nn.Linear(15, 15, bias=False, dtype=torch.float64)
-        # Weights are about 1/300: measured in a unit of 0.03, their steps are as long as they can
-        # bear.
+        # Weights are about 1/300. In a unit of 0.03 their steps are about as long as possible.
         self.declare(
             upper=self.weights,
             lower=self.model,
@@ -61,11 +62,9 @@ class Trust(IVSPMixin, LightningModule):
 def load() -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.tensor(load_breast_cancer().data, dtype=torch.float64)
     rows = ((rows - rows.mean(0)) / rows.std(0))[torch.randperm(len(rows))]
-    train, good, spoilt = (
-        rows[:TRAIN].clone(),
-        rows[TRAIN : TRAIN + GOOD],
-        torch.arange(TRAIN) < SPOILT,
-    )
+    train = rows[:TRAIN].clone()
+    good = rows[TRAIN : TRAIN + GOOD]
+    spoilt = torch.arange(TRAIN) < SPOILT
     for column in train.T:
         column[spoilt] = column[spoilt][torch.randperm(SPOILT)]
     return train, good, spoilt

@@ -1,8 +1,8 @@
-"""The sine problem: two functions, a solver, and a certificate; the lower level has infinitely many
-solutions.
+"""The sine problem: two functions, a solver and a certificate.
 
-min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level's solutions are
-parallel valleys; the best point of the best valley is wanted, and the start lies two valleys away.
+min (x - 2)^2 + (y - 4)^2  such that  y minimises sin(x + y - 2). The lower level has infinitely
+many solutions, which form parallel valleys. We look for the best point of the best valley, and
+start two valleys away.
 
 Run: python examples/sine.py
 """
@@ -29,8 +29,7 @@ def g(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, float]:
-    # The ten lines. `solve(problem, x, y, solver, max_steps)` is the loop; it is written out here
-    # to keep the path.
+    # `solve(problem, x, y, solver, max_steps)` has the same loop; we write it out to keep the path.
     problem = BilevelProblem(upper=f, lower=g, upper_set=Box(-100, 100), lower_set=Box(-100, 100))
     x, y = (torch.tensor([start], dtype=torch.float64, requires_grad=True) for start in (-6.0, 0.0))
     groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
@@ -52,7 +51,7 @@ def main(short: bool = False, out: Path = Path("sine.png")) -> tuple[float, floa
         path.append((x.item(), y.item()))
     print(certify(problem, x, y, solver.envelope, multiplier=solver.multiplier))
 
-    valley = 3 * math.pi / 2 + 2  # of the solution: x + y - 2 = -pi/2 + 2 pi
+    valley = 3 * math.pi / 2 + 2  # x + y in the valley of the solution: x + y - 2 = -pi/2 + 2 pi
     print(
         f"x = {x.item():.4f}, y = {y.item():.4f}; for delta to 0 the solution is "
         f"({valley / 2 - 1:.4f}, {valley / 2 + 1:.4f})"

@@ -1,9 +1,9 @@
-"""Choose the settings of each method by its validation loss alone, every method with as many runs
-and the same time.
+"""Choose the settings of each method by its validation loss, with the same time for each run.
 
 A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml`
-with these arguments changed in its solver, or, with a leading dot, in its model. What stands under
-`common` is laid over every config first, such as another data set. The test set is not looked at.
+with these arguments of its solver changed; a leading dot means an argument of the model. The
+changes under `common`, such as another data set, apply to every config. Give each method the same
+number of runs. The choice does not use the test set.
 
 Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
      python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s
@@ -22,14 +22,14 @@ from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.compare import compare
 
 
-def lay_over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: lay_over(config[key], value)
-        if isinstance(value, dict) and isinstance(config.get(key), dict)
-        else value
-        for key, value in changes.items()
-    }
-    return {**config, **both}
+def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merged[key] = merge(config[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     variants.mkdir(parents=True, exist_ok=True)
     changes = {}
     for name, runs in grid.items():
-        base = lay_over(yaml.safe_load((given.folder / f"{name}.yaml").read_text()), common)
+        base = merge(yaml.safe_load((given.folder / f"{name}.yaml").read_text()), common)
         for number, change in enumerate(runs):
             config = copy.deepcopy(base)
             model = config["model"]["init_args"]

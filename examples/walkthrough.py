@@ -3,7 +3,7 @@
 #
 # A notebook in jupytext's percent format: open it in Jupyter or VS Code cell by cell, or run
 # `python examples/walkthrough.py`. The problem is the paper's: a nonconvex lower level with
-# infinitely many solutions, whose best one is known.
+# infinitely many solutions, the best of which is known.
 
 # %%
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lightning_bilevel.report.reading import reading
 # %% [markdown]
 # ## 1. Fit
 #
-# One step of the Trainer is one outer iteration. It leaves a record in `module.last_step`, what the
-# loggers see; we keep them. %%
+# One step of the Trainer is one outer iteration. Its record is in `module.last_step`; the loggers
+# use it too. We keep all records.
+# %%
 class Records(Callback):
     def on_train_start(self, trainer, module) -> None:
         self.steps = []
@@ -54,13 +55,14 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     # %% [markdown]
     # ## 2. Read the certificate
     #
-    # - *feasibility*: R = g(x, y) - (Moreau envelope) - delta is at most this. Where R <= 0, y lies
-    # within |y - z| of a point
-    #   that is stationary for g, up to the bound behind it.
-    # - *stationarity*: how far the gradient of f + lambda R is from zero, up to the normal cone of
-    # the boxes. - *complementarity*: lambda R. Small, the multiplier is that of an active
-    # constraint. - *multiplier*: the price of delta. If delta grew by a little, f would fall by
-    # about lambda times as much. %%
+    # - *feasibility*: R = g(x, y) - (Moreau envelope) - delta is at most this. If R <= 0, y lies
+    #   within |y - z| of a point that is stationary for g, up to the bound behind it.
+    # - *stationarity*: the distance of the gradient of f + lambda R from zero, up to the normal
+    #   cone of the boxes.
+    # - *complementarity*: lambda R. If it is small, the multiplier is that of an active constraint.
+    # - *multiplier*: the price of delta. If delta grew a little, f would fall by about lambda times
+    #   as much.
+    # %%
     certificate = module.certify(tolerance=1e-9)
     assert certificate is not None
     print(certificate)
@@ -70,8 +72,9 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     # %% [markdown]
     # ## 3. See how it got there
     #
-    # R comes down to the smoothing mu. Where it stays above although steps are small, the penalty
-    # 1/gamma grows. %%
+    # R falls to the smoothing mu. If R stays above mu although the steps are small, the penalty
+    # 1/gamma grows.
+    # %%
     figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axis = figure.subplots()
     axis.loglog(

@@ -42,16 +42,15 @@ LightningModule with BilevelMixin), or from Python with Trainer.fit.
 --version prints the version.
 """
 
-# A folder that cannot be written to and a disk that is full are no errors of the program.
+# An unwritable folder or a full disk is not a bug: these errors are printed without a traceback.
 _OUTPUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; what the user got wrong ends with its sentence, without a traceback."""
+    """Run the command line; a mistake of the user ends with one sentence, without a traceback."""
     if args is None:
-        sys.argv[1:] = catalogue.with_ready_configs(
-            sys.argv[1:]
-        )  # in place: processes that Lightning starts are given the same
+        # Changed in place, because Lightning starts further processes with `sys.argv`.
+        sys.argv[1:] = catalogue.with_ready_configs(sys.argv[1:])
     else:
         args = catalogue.with_ready_configs(args)
     given = sys.argv[1:] if args is None else args
@@ -69,17 +68,15 @@ def main(args: list[str] | None = None) -> None:
         else:
             BilevelCLI(args)
     except SIGTERMException:
-        sys.exit(128 + signal.SIGTERM)  # as a shell reports it; Lightning would end with 0
+        sys.exit(128 + signal.SIGTERM)  # the exit code of shells; Lightning would exit with 0
     except OSError as error:
         if error.errno not in _OUTPUT:
             raise
         print(f"lightning-bilevel: {error}", file=sys.stderr)
         sys.exit(1)
     except ArgumentError as error:
-        print(
-            f"lightning-bilevel: {parsing_error(str(error))}\n{_where_to_look(given[0], str(error))}",
-            file=sys.stderr,
-        )
+        print(f"lightning-bilevel: {parsing_error(str(error))}", file=sys.stderr)
+        print(_where_to_look(given[0], str(error)), file=sys.stderr)
         sys.exit(2)
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         cause = error if isinstance(error, MisconfigurationException) else own_error(error)

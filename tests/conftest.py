@@ -1,5 +1,6 @@
-"""How the tests run: in parallel where that pays, on one thread each, seeded; and what runs only
-when it is asked for.
+"""How the tests run: in parallel where that pays, on one thread each, seeded.
+
+Some tests run only when they are asked for.
 """
 
 import os
@@ -13,20 +14,21 @@ import pytest
 import torch
 from clocks import Clock
 
-torch.set_num_threads(
-    1
-)  # the problems are tiny, and bitwise comparisons need one order of summation
+# The problems are tiny, and bitwise comparisons need one order of summation.
+torch.set_num_threads(1)
 ON_REQUEST = ("slow", "learn2learn")
 MOST_PROCESSES = 8  # each takes 1 GB
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give a folder, or all of them, a process per core; a file, a test or a debugger is faster, or
-    only works, without.
+    """Run folders with a process per core.
+
+    A file or a test is faster in one process, and a debugger works only there.
 
     Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n`
-    and `--dist` still count."""
+    and `--dist` still count.
+    """
     options = config.option
     if (
         hasattr(config, "workerinput")

@@ -100,10 +100,8 @@ def test_a_row_says_whether_it_meets_its_target(limits: dict[str, Any], verdict:
 
 def test_who_is_first_to_a_target() -> None:
     ours = Curve("IVSP", [1.0, 2.0, 3.0], [0.5, 0.1, 0.01])
-    method, library = (
-        Curve("slm", [1.0, 5.0], [0.5, 0.09]),
-        Curve("higher 5", [4.0, 8.0], [0.1, 0.05]),
-    )
+    method = Curve("slm", [1.0, 5.0], [0.5, 0.09])
+    library = Curve("higher 5", [4.0, 8.0], [0.1, 0.05])
     found = {row.what: row for row in target.verdicts([ours, method, library], limit=30.0)}
     assert found["IVSP to 0.1 before all others"].value == 2.0
     assert found["IVSP to 0.1 before all others"].note == "the fastest is higher 5"

@@ -85,9 +85,7 @@ PUBLIC = [
 
 @cache
 def imported(module: str, at_top: bool = False) -> set[str]:
-    """The modules that a module imports, anywhere in its text or outside functions only, by full
-    name.
-    """
+    """The full names of the modules that a module imports: anywhere, or outside functions only."""
     tree, found = ast.parse(MODULES[module].read_text()), set()
     for node in tree.body if at_top else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -179,9 +177,7 @@ def test_no_test_imports_a_test() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """Their names are unique, because pytest imports them by name, and no support is shadowed by
-    what it may import.
-    """
+    """Names are unique: pytest imports by name, and no support module may be shadowed."""
     folders = {
         path.parent.relative_to(ROOT / "tests").as_posix()
         for path in TESTS
@@ -199,8 +195,9 @@ OUTSIDE = sorted(module for module in INSIDE if not module.startswith("lightning
 
 @pytest.mark.parametrize("module", OUTSIDE)
 def test_nobody_outside_the_solvers_reads_their_state(module: str) -> None:
-    """Logs, callbacks and comparisons know the record; those who show a run ask for its progress
-    and hyper-parameters.
+    """Logs, callbacks and comparisons know the record.
+
+    Code that shows a run asks for its progress and hyper-parameters.
     """
     read = [
         node.attr

@@ -1,6 +1,4 @@
-"""What README and documentation show is true: Python snippets run, commands parse, links lead
-somewhere.
-"""
+"""README and documentation are true: snippets run, commands parse, links lead somewhere."""
 
 from __future__ import annotations
 

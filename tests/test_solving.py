@@ -55,10 +55,8 @@ def test_is_the_loop_around_a_solver() -> None:
     assert len(solution.history) == 12
     assert torch.equal(solution.x, point_of(optimizer)[0])
     assert torch.equal(solution.y, point_of(optimizer)[1])
-    point, known = (
-        (solution.x, solution.y),
-        {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)},
-    )
+    point = (solution.x, solution.y)
+    known = {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)}
     assert solution.certificate == certify(built, *point, problem.envelope, **known)
     assert not solution.x.requires_grad
 
@@ -189,7 +187,10 @@ def test_keeps_the_dtype_of_the_start(dtype: torch.dtype) -> None:
         ),
         (
             {"y0": [1, 2]},
-            "`solve(y0)` has dtype torch.int64: it must be a flat vector of floating-point numbers.",
+            (
+                "`solve(y0)` has dtype torch.int64: "
+                "it must be a flat vector of floating-point numbers."
+            ),
         ),
     ],
 )
@@ -199,7 +200,10 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
         solve(problem.build(), **{"x0": torch.zeros(3), "y0": torch.zeros(3), **arguments})
 
 
-RULE = "it must be a class of the library such as `IVSP`, or what makes a solver, such as `functools.partial(IVSP, rho=0.5)`."
+RULE = (
+    "it must be a class of the library such as `IVSP`, or what makes a solver, such as "
+    "`functools.partial(IVSP, rho=0.5)`."
+)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +233,7 @@ def test_wrong_types(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_the_certificate_knows_the_start_in_the_sets() -> None:
-    """From y = 5, which is projected on 2: f has the gradient (-2, 4) there, and g, which pulls y
-    inwards, 2 - 0.
-    """
+    """y = 5 is projected on 2: there grad f = (-2, 4), and g, which pulls y inwards, has 2 - 0."""
     problem = BilevelProblem(
         lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
         lambda x, y: ((y - x) ** 2).sum() / 2,

@@ -28,10 +28,10 @@ __all__ = ["CertificateReport", "as_text"]
 class CertificateReport(Callback):
     """Evaluates the certificate when fit ends, and says in plain words what it means.
 
-    It is printed as a table with its reading and advice, stands in ``trainer.callback_metrics`` and
-    with the loggers (in TensorBoard as text, and as a line of the HParams table), and is saved as
-    ``certificate.json`` in the folder of the checkpoints; where there are none, in that of the
-    logs; without a logger, in the Trainer's ``default_root_dir``.
+    The certificate is printed as a table, with its reading and advice. It also goes to
+    ``trainer.callback_metrics`` and to the loggers; TensorBoard shows it as text, and as a line of
+    the HParams table. It is saved as ``certificate.json`` in the folder of the checkpoints; without
+    checkpoints, in the folder of the logs; without a logger, in the Trainer's ``default_root_dir``.
 
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
@@ -60,7 +60,8 @@ class CertificateReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not isinstance(pl_module, BilevelMixin) or pl_module.last_step is None:
             return
-        optimizer, iteration = solver_of(trainer), pl_module.last_step.iteration
+        optimizer = solver_of(trainer)
+        iteration = pl_module.last_step.iteration
         self.certificate = pl_module.certify(tolerance=self.tolerance)
         title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
         text = as_text(title, self.certificate, self.tally, optimizer, _validation(trainer))
@@ -73,9 +74,8 @@ class CertificateReport(Callback):
         if self.certificate is not None:
             metrics = _metrics(self.certificate)
             publish(trainer, metrics, iteration)
-            show_text(
-                trainer, "certificate", textwrap.indent(text, "    "), iteration
-            )  # indented: as it stands, in Markdown
+            # Markdown shows indented text unchanged.
+            show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)
             final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
             self._save(trainer, run_folder(trainer), title, optimizer)
         final["bilevel/optimization_time"] = pl_module.last_step.optimization_time
@@ -125,7 +125,8 @@ def as_text(
     """Lay out a certificate and its run as a table, with the reading and the advice below."""
     rows = certificate.rows() if certificate is not None else []
     chosen = ", ".join(f"{name} {text.split(' ')[0]}" for name, text in optimizer.chosen)
-    rows = [*rows, ("chosen constants", chosen)] if chosen else rows
+    if chosen:
+        rows = [*rows, ("chosen constants", chosen)]
     drawn = table(title, [*(validation or []), *rows, *_run(optimizer.progress)])
     if certificate is None:
         return drawn
@@ -133,9 +134,8 @@ def as_text(
         reading(certificate, tally),
         *(f"Advice: {line}" for line in advice(certificate, tally)),
     ]
-    return "\n".join(
-        [drawn, *(textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences)]
-    )
+    filled = [textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences]
+    return "\n".join([drawn, *filled])
 
 
 def _metrics(certificate: Certificate) -> dict[str, float]:
@@ -152,10 +152,8 @@ def _metrics(certificate: Certificate) -> dict[str, float]:
 
 
 def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
-    """The hyper-parameters of a run: the module's own, if it has saved any, and the constants of
-    the solver.
-    """
-    # TensorBoard sorts by name and shows the first few: the bracket puts the method in front.
+    """Return the hyper-parameters that the module has saved, and the constants of the solver."""
+    # TensorBoard sorts by name and shows the first few: the bracket puts the solver in front.
     return {
         **pl_module.hparams_initial,
         "(solver)": type(optimizer).__name__,
@@ -164,7 +162,7 @@ def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
 
 
 def _validation(trainer: Trainer) -> list[tuple[str, str]]:
-    """What the module itself has logged last, such as a validation loss."""
+    """Return the latest numbers that the module itself has logged, such as a validation loss."""
     metrics = sorted(trainer.callback_metrics.items())
     return [
         (name, f"{float(value):.4g}") for name, value in metrics if not name.startswith("bilevel/")
@@ -177,8 +175,6 @@ def _run(progress: Progress) -> list[tuple[str, str]]:
         ("inner iterations", f"{progress.inner_iterations}"),
         ("optimisation time", f"{progress.optimization_time:.2f} s"),
     ]
-    return (
-        rows
-        if progress.penalty_updates is None
-        else [("penalty updates", f"{progress.penalty_updates}"), *rows]
-    )
+    if progress.penalty_updates is None:
+        return rows
+    return [("penalty updates", f"{progress.penalty_updates}"), *rows]

@@ -20,22 +20,21 @@ from lightning_bilevel.report.figures import draw
 
 __all__ = ["ConvergencePlot"]
 
-# More points than that are not told apart in a panel: every second one is dropped then.
+# A panel cannot show more points than this. A longer series drops every second point.
 _POINTS = 1000
 
 
 class ConvergencePlot(CertificateMonitor):
-    """Draws the run: objective, feasibility, KKT residuals, penalty, cost, and what the module's
-    validation logs.
+    """Draws the run: objective, feasibility, KKT residuals, penalty, cost and validation metrics.
 
     The picture is ``convergence.png`` in the folder of the run and "convergence" under
-    TensorBoard's images, at the end and every few minutes.
+    TensorBoard's images. It is drawn every few minutes and at the end.
 
     Args:
-        every_n_minutes: How often it is drawn.
+        every_n_minutes: The minutes between two pictures.
         every_n_steps: Look at the certificate at every n-th outer iteration.
-        every_n_seconds: Look at it whenever so many seconds have passed.
-        share: How much of the optimisation time the looks at validation may add to it, see
+        every_n_seconds: Look at it whenever this many seconds have passed.
+        share: The time for looks at validation, as a share of the optimisation time, see
             :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
         tolerance: The accuracy of the proximal point; None is 1e-3, and 1e-6 in float64.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
@@ -91,14 +90,11 @@ class ConvergencePlot(CertificateMonitor):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_underway(trainer, pl_module):
             metrics = {
-                name: float(v)
-                for name, v in trainer.callback_metrics.items()
+                f"validation/{name}": float(value)
+                for name, value in trainer.callback_metrics.items()
                 if not name.startswith("bilevel/")
             }
-            self._add(
-                {f"validation/{name}": value for name, value in metrics.items()},
-                pl_module.last_step.iteration,
-            )
+            self._add(metrics, pl_module.last_step.iteration)
 
     @override
     def observe(
@@ -124,7 +120,8 @@ class ConvergencePlot(CertificateMonitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.series, self.stride = state_dict["series"], state_dict["stride"]
+        self.series = state_dict["series"]
+        self.stride = state_dict["stride"]
 
     def _add(self, values: dict[str, float], iteration: int) -> None:
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The KKT residuals of a run, the best point so far, and stopping where they are small."""
+"""The KKT residuals of a run, its best point so far, and a stop when they are small."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ class KKTMonitor(CertificateMonitor):
 
     The tags are ``bilevel/kkt_stationarity``, ``bilevel/kkt_feasibility``,
     ``bilevel/kkt_complementarity``, ``bilevel/kkt_residual`` (the maximum), ``bilevel/kkt_best``
-    (the smallest maximum so far) and ``bilevel/kkt_multiplier``. What IVSP is proved to find is a
-    good iterate in the second half of a run, not the last one: the best point among those looked at
-    is kept, with the checkpoint too.
+    (the smallest maximum so far) and ``bilevel/kkt_multiplier``. The theory of IVSP promises a good
+    iterate in the second half of a run, which need not be the last one. So the monitor keeps the
+    best point that it has looked at, also in checkpoints.
 
     Args:
-        epsilon: Stop the run when all three residuals are at most that; None never does.
+        epsilon: Stop the run when all three residuals are at most this; None never stops it.
         restore_best: Write the best point into the module when fit ends, before the certificate is
-            evaluated. A run that is resumed from a checkpoint of that goes on from its last point
-            all the same.
+            evaluated. A run that is resumed from a checkpoint still goes on from its last point.
         every_n_steps: Look at every n-th outer iteration.
-        every_n_seconds: Look whenever so many seconds have passed.
-        share: How much of the optimisation time the looks at validation may add to it, see
+        every_n_seconds: Look whenever this many seconds have passed.
+        share: The time for looks at validation, as a share of the optimisation time, see
             :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
         tolerance: The accuracy of the proximal point; None is 1e-3, and 1e-6 in float64.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
 
     Attributes:
-        best: The best point: iteration, kkt, multiplier, x, y, and the buffers that belong to it.
-            Empty before the first look.
+        best: The best point: iteration, kkt, multiplier, x, y and buffers. Empty before the first
+            look.
         stopped: Why the run was stopped; empty if it was not.
     """
 
@@ -69,7 +68,8 @@ class KKTMonitor(CertificateMonitor):
             raise ValueError(
                 f"`KKTMonitor(epsilon={epsilon})` must be positive, or None to never stop."
             )
-        self.epsilon, self.restore_best = epsilon, restore_best
+        self.epsilon = epsilon
+        self.restore_best = restore_best
         self.best: dict[str, Any] = {}
         self.stopped = ""
 
@@ -98,8 +98,8 @@ class KKTMonitor(CertificateMonitor):
                 "multiplier": c.multiplier,
                 "x": x,
                 "y": y,
+                "buffers": pl_module.written_buffers,
             }
-            self.best["buffers"] = pl_module.written_buffers
         numbers = (
             c.stationarity,
             c.feasibility,
@@ -122,17 +122,13 @@ class KKTMonitor(CertificateMonitor):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        if (
-            self.restore_best
-            and self.best
-            and self.best["iteration"] != pl_module.last_step.iteration
-        ):
-            best = self.best
+        best = self.best
+        if self.restore_best and best and best["iteration"] != pl_module.last_step.iteration:
             pl_module.restore((best["x"], best["y"]), best["multiplier"], best.get("buffers"))
-            found = (
-                f"iteration {self.best['iteration']}, whose KKT residual is {self.best['kkt']:.2e}"
+            rank_zero_info(
+                f"KKTMonitor restored the point of iteration {best['iteration']}, whose KKT "
+                f"residual is {best['kkt']:.2e}."
             )
-            rank_zero_info(f"KKTMonitor restored the point of {found}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -140,4 +136,5 @@ class KKTMonitor(CertificateMonitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.stopped = state_dict["best"], ""
+        self.best = state_dict["best"]
+        self.stopped = ""

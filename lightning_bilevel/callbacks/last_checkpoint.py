@@ -1,4 +1,4 @@
-"""The last state of a run, kept in a file from which the same command goes on."""
+"""The last state of a run, in a file from which the same command goes on."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ __all__ = ["LastCheckpoint"]
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Saves the run to ``last.ckpt`` every so often, when it ends, and when it is told to end.
+    """Saves the run to ``last.ckpt`` at intervals, when it ends, and when a signal ends it.
 
-    ``trainer.fit(module, ckpt_path="last")`` starts anew where there is no such file and otherwise
-    goes on from it, so a run that was killed needs the same call and nothing else. A run that
-    starts anew in the same folder leaves the file of the other one and writes ``last-v1.ckpt``; the
-    latest is the last.
+    ``trainer.fit(module, ckpt_path="last")`` goes on from this file, or starts a new run if there
+    is none. So a run that was killed only needs the same call again. A new run in the same folder
+    leaves the older file alone and writes ``last-v1.ckpt``; ``"last"`` is the latest of them.
 
-    At SIGTERM and at the first Ctrl-C the iteration is finished, the state saved and the run ended.
-    A second signal ends the run at once, with the state that was saved before. So does the first
-    one before the first iteration and after the last, where there is no iteration to finish. An
-    error also saves the last point that was reached.
+    At SIGTERM and at the first Ctrl-C, the run finishes its iteration, saves its state and ends. A
+    second signal ends the run at once, with the state that was saved before. So does the first
+    signal if it comes before the first iteration or after the last, when there is no iteration to
+    finish. An error also saves the last point that was reached.
 
     Args:
         dirpath: The folder.
@@ -75,8 +74,9 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()
-        self._saved_at, self._received = time.monotonic(), None
-        # What a loaded checkpoint holds need not be saved again.
+        self._saved_at = time.monotonic()
+        self._received = None
+        # The state of a loaded checkpoint need not be saved again.
         self._last_global_step_saved = trainer.global_step
 
     @override
@@ -87,20 +87,20 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Resumed from between a batch and its validation, Lightning leaves the validation out.
+        # Lightning skips the validation of a run that resumes between a batch and its validation.
         if not trainer.is_last_batch and (batch_idx + 1) % (trainer.val_check_batch or math.inf):
             self._save_if_due(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_ending(trainer):
-            # Other callbacks may take long in `on_train_end`, which comes before ours: what happens
-            # there loses nothing.
+            # Other callbacks come before this one in `on_train_end` and may take long. The save
+            # here loses nothing if the run is killed there.
             self._save_if_due(trainer, final=True)
             self._iterating = False
-        # Resumed from here, Lightning counts a batch too many on the loggers' axis of validations:
-        # only where there is no other place.
         elif trainer.num_training_batches == 1:
+            # A run that resumes from here counts one batch too many on the loggers' axis of
+            # validations. So it is saved here only if there is no other place.
             self._save_if_due(trainer)
 
     @override
@@ -109,9 +109,10 @@ class LastCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The step is that of the save before, but the other callbacks have come to their end since.
+        # This step is already saved, but the other callbacks have finished since: save it again.
+        before = self._last_global_step_saved
         self._last_global_step_saved = -1
-        self._save(trainer)
+        self._save(trainer, before)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,11 +122,13 @@ class LastCheckpoint(ModelCheckpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        began, self._saved_at, self._iterating = self._saved_at is not None, None, False
+        began = self._saved_at is not None
+        self._saved_at = None
+        self._iterating = False
         self._release()
-        # Of a run that has not begun there is nothing to save over what is there. A Ctrl-C may come
-        # in the middle of a step, and another process may be gone: only an error of the solver is
-        # sure to come to all of them, and between two points.
+        # A run that has not begun has nothing to save. A Ctrl-C may come in the middle of a step,
+        # and another process may be gone: only an error of the solver is sure to reach all
+        # processes, and to come between two points.
         whole = isinstance(exception, Exception) and (
             trainer.world_size == 1 or isinstance(exception, BilevelError)
         )
@@ -135,7 +138,8 @@ class LastCheckpoint(ModelCheckpoint):
     def _save_if_due(self, trainer: Trainer, final: bool = False) -> None:
         assert self._saved_at is not None
         due = final or time.monotonic() - self._saved_at >= self.interval
-        interrupted, terminated = self._received == signal.SIGINT, self._received == signal.SIGTERM
+        interrupted = self._received == signal.SIGINT
+        terminated = self._received == signal.SIGTERM
         if trainer.world_size > 1:
             due, interrupted, terminated = any_of(
                 (due, interrupted, terminated), trainer.strategy.root_device
@@ -147,27 +151,26 @@ class LastCheckpoint(ModelCheckpoint):
         if terminated:
             raise SIGTERMException
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, before: int | None = None) -> None:
+        """Save the state; ``before`` is the iteration of the file that is there already."""
         if self._should_skip_saving_checkpoint(trainer):
             return
-        before = self._last_global_step_saved
+        if before is None:
+            before = self._last_global_step_saved
         try:
             self._save_last_checkpoint(trainer, {})
         except OSError as error:
-            kept = (
-                f"the one before, of iteration {before}, is still there"
-                if before
-                else "there is none from before"
-            )
+            if before:
+                kept = f"the one before, of iteration {before}, is still there"
+            else:
+                kept = "there is none from before"
             raise CheckpointError(
                 f"the checkpoint {self.last_model_path} could not be written ({error}): {kept}."
             ) from error
         self._saved_at = time.monotonic()
 
     def _listen(self) -> None:
-        """Take SIGINT and SIGTERM over from Lightning, whose own handler waits for the other
-        processes.
-        """
+        """Take over SIGINT and SIGTERM: Lightning's own handler waits for the other processes."""
         if not self._handlers and threading.current_thread() is threading.main_thread():
             self._handlers = {
                 number: signal.signal(number, self._receive)
@@ -181,20 +184,20 @@ class LastCheckpoint(ModelCheckpoint):
 
     def _release(self) -> None:
         for number, handler in self._handlers.items():
-            if (
-                signal.getsignal(number) == self._receive
-            ):  # after a run, Lightning has put back what was there before it
-                signal.signal(
-                    number, signal.SIG_DFL if handler is None else handler
-                )  # None: not set from Python
+            # After a run, Lightning has already put back the handler from before the run.
+            if signal.getsignal(number) == self._receive:
+                # None is a handler that was not set from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers = {}
 
 
 def _is_ending(trainer: Any) -> bool:
-    """Tell at the end of an epoch whether the run ends with it; Lightning's own `fit_loop.done`
-    prints and counts as well.
+    """Tell at the end of an epoch whether the run ends with it.
+
+    Lightning's own `fit_loop.done` would also print and count.
     """
-    steps, epochs = trainer.global_step, trainer.fit_loop.epoch_progress.current.processed
+    steps = trainer.global_step
+    epochs = trainer.fit_loop.epoch_progress.current.processed
     limits = ((steps, trainer.max_steps), (epochs, trainer.max_epochs))
     return trainer.should_stop or any(
         0 <= limit <= reached for reached, limit in limits if limit is not None

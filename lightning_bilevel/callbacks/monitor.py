@@ -1,6 +1,4 @@
-"""What the monitors have in common: what they may watch, when they look, and where their numbers
-go.
-"""
+"""The common part of the monitors: what they watch, when they look, where their numbers go."""
 
 from __future__ import annotations
 
@@ -42,8 +40,9 @@ def solver_of(trainer: Trainer) -> BilevelOptimizer:
 
 
 def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers; `self.log` takes
-    milliseconds for the same.
+    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers.
+
+    `self.log` would take milliseconds for this.
     """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
@@ -51,8 +50,9 @@ def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None
 
 
 def is_underway(trainer: Trainer, pl_module: Any) -> bool:
-    """Tell whether a validation is one of a fit that has made a step, and not `Trainer.validate` or
-    the check before.
+    """Tell whether a validation belongs to a fit that has made a step.
+
+    `Trainer.validate` and the sanity check before training do not.
     """
     return (
         trainer.state.fn == TrainerFn.FITTING
@@ -62,30 +62,33 @@ def is_underway(trainer: Trainer, pl_module: Any) -> bool:
 
 
 def usual_tolerance(trainer: Trainer) -> float:
-    """Return the paper's accuracy of a proximal point, 1e-3; in float64, where the stationarity can
-    be told better, 1e-6.
+    """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.
+
+    float64 resolves the stationarity better.
     """
     return 1e-6 if trainer.precision == "64-true" else 1e-3
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return where a run's files go, or None for a trial run of a few steps that leaves none.
+    """Return the folder of a run's files; None for a trial run of a few steps, which leaves none.
 
-    All processes must ask: the first one's logger knows the folder and tells the others.
+    All processes must call this: the first one's logger knows the folder and tells the others.
     """
     folder = trainer.log_dir
-    return None if trainer.fast_dev_run or folder is None else Path(folder)  # type: ignore[attr-defined]
+    if trainer.fast_dev_run or folder is None:  # type: ignore[attr-defined]
+        return None
+    return Path(folder)
 
 
 class Monitor(Callback):
     """A callback that watches the solver of a bilevel module.
 
-    What it finds stands in ``trainer.callback_metrics`` until the next iteration starts: there is
-    no number of an earlier one.
+    Its numbers stay in ``trainer.callback_metrics`` until the next iteration starts. So these never
+    hold numbers of an earlier iteration.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
-        every_n_seconds: Look whenever so many seconds have passed.
+        every_n_seconds: Look whenever this many seconds have passed.
     """
 
     def __init__(
@@ -110,7 +113,8 @@ class Monitor(Callback):
             )
         self._looked = time.monotonic()
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if next(c for c in callbacks if isinstance(c, Monitor)) is self:
+        first_monitor = next(c for c in callbacks if isinstance(c, Monitor))
+        if first_monitor is self:
             if not trainer.loggers:
                 rank_zero_info(
                     "There is no logger: what the monitors find is in `trainer.callback_metrics`, "
@@ -149,20 +153,19 @@ class Monitor(Callback):
 class CertificateMonitor(Monitor):
     """A monitor that looks at the certificate of the current point.
 
-    It does so at the given intervals, at the end, and with every validation as long as all
-    certificates together have taken no more than a share of the optimisation time. Where another
-    callback (EarlyStopping, ModelCheckpoint) monitors one of its numbers, it looks whenever that
-    callback does, whatever the share. Monitors that look at the same point share one evaluation,
-    and none of it counts as optimisation time.
+    It looks at the given intervals, at the end, and at every validation as long as all certificates
+    together have taken at most a share of the optimisation time. If another callback
+    (EarlyStopping, ModelCheckpoint) monitors one of its numbers, it looks whenever that callback
+    does, whatever the share. Monitors that look at the same point share one evaluation, which does
+    not count as optimisation time.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
-        every_n_seconds: Look whenever so many seconds have passed.
-        share: How much of the optimisation time the looks at validation may add to it; ``inf``
-            looks at every validation, 0 at the first one only.
+        every_n_seconds: Look whenever this many seconds have passed.
+        share: The time for looks at validation, as a share of the optimisation time; ``inf`` looks
+            at every validation, 0 at the first one only.
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-3, as in the paper, and 1e-6 in float64, where the stationarity can be told more
-            exactly.
+            1e-3, as in the paper, and 1e-6 in float64, which resolves the stationarity better.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
     """
 
@@ -179,18 +182,20 @@ class CertificateMonitor(Monitor):
             raise ValueError(f"`{type(self).__name__}(tolerance={tolerance})` must be positive.")
         if not share >= 0:
             raise ValueError(f"`{type(self).__name__}(share={share})` must be at least 0.")
-        self.share, self.tolerance, self.envelope = share, tolerance, envelope
+        self.share = share
+        self.tolerance = tolerance
+        self.envelope = envelope
         self._seen = 0
         self._watched_by: list[Any] = []
 
-    # The names of what it publishes.
+    # The names of the numbers that it publishes.
     names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def observe(
         self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
     ) -> None:
-        """Do something about the certificate of the current point."""
+        """Use the certificate of the current point."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,9 +212,8 @@ class CertificateMonitor(Monitor):
     ) -> None:
         due = self.due(pl_module.last_step.iteration)
         if self.every_n_seconds is not None:
-            due = trainer.strategy.broadcast(
-                due
-            )  # the clocks of processes differ, and a certificate needs all of them
+            # The clocks of the processes differ, and a certificate needs all processes.
+            due = trainer.strategy.broadcast(due)
         if due or any(_saves_at(callback, trainer.global_step) for callback in self._watched_by):
             self._look(trainer, pl_module)
 

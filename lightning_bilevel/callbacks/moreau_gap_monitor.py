@@ -14,23 +14,23 @@ __all__ = ["MoreauGapMonitor"]
 
 
 class MoreauGapMonitor(CertificateMonitor):
-    r"""Logs how far the lower level is violated, for every solver alike.
+    r"""Logs how far the lower level is violated, in the same way for every solver.
 
-    The proximal point z is computed anew, by projected gradient with monotone backtracking from z =
-    y, so the numbers do not depend on what the solver believes:
+    The proximal point z is computed independently of the solver, by projected gradient with
+    monotone backtracking from z = y:
 
     - ``bilevel/violation``: :math:`[R(x, y)]_+`;
     - ``bilevel/prox_distance``: :math:`\|y - z\|`;
     - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho\delta/(1 - \rho\sigma)}`, which bounds
       that distance where :math:`R \le 0`.
 
-    When it looks is said by its arguments, see
+    Its arguments say when it looks, see
     :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
 
     Attributes:
-        evaluations: How often it has looked, over all parts of a run that was resumed.
+        evaluations: How often it has looked, also before the run was resumed.
         smallest: The smallest violation so far.
-        latest: The violation that it saw last.
+        latest: The latest violation.
     """
 
     names = ("bilevel/violation", "bilevel/prox_distance", "bilevel/prox_distance_bound")
@@ -43,12 +43,10 @@ class MoreauGapMonitor(CertificateMonitor):
         self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
     ) -> None:
         self.evaluations += 1
-        self.smallest = min(
-            certificate.feasibility,
-            self.smallest if self.smallest is not None else certificate.feasibility,
-        )
-        self.latest = certificate.feasibility
-        numbers = (certificate.feasibility, certificate.prox_distance, certificate.distance_bound)
+        violation = certificate.feasibility
+        self.smallest = violation if self.smallest is None else min(violation, self.smallest)
+        self.latest = violation
+        numbers = (violation, certificate.prox_distance, certificate.distance_bound)
         self.publish(trainer, dict(zip(self.names, numbers, strict=True)), iteration)
 
     @override
@@ -57,4 +55,5 @@ class MoreauGapMonitor(CertificateMonitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.evaluations, self.smallest = state_dict["evaluations"], state_dict["smallest"]
+        self.evaluations = state_dict["evaluations"]
+        self.smallest = state_dict["smallest"]

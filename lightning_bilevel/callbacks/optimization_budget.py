@@ -15,7 +15,7 @@ from lightning_bilevel.plugin.mixin import BilevelMixin
 
 __all__ = ["Duration", "OptimizationBudget", "seconds"]
 
-# As for Lightning's Timer, besides the words.
+# The types of Lightning's Timer, and numbers of seconds.
 Duration: TypeAlias = str | float | timedelta | dict[str, int]
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -24,7 +24,7 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 def seconds(duration: Duration) -> float:
     """Read a duration such as ``"1s"``, ``"500ms"``, ``"2m"``, ``"1.5h"``, or a number of seconds.
 
-    What Lightning's ``Timer`` takes is one too: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its
+    The formats of Lightning's ``Timer`` work too: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its
     arguments.
 
     Example:
@@ -34,11 +34,13 @@ def seconds(duration: Duration) -> float:
         (60.0, 60.0, 60.0)
     """
     text = str(duration)
+    clock = re.fullmatch(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*", text)
     try:
-        if isinstance(duration, (dict, timedelta)):
-            time = timedelta(**duration) if isinstance(duration, dict) else duration
-            value = time.total_seconds()
-        elif clock := re.fullmatch(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*", text):
+        if isinstance(duration, dict):
+            value = timedelta(**duration).total_seconds()
+        elif isinstance(duration, timedelta):
+            value = duration.total_seconds()
+        elif clock:
             days, hours, minutes, rest = map(int, clock.groups())
             value = timedelta(days, rest, minutes=minutes, hours=hours).total_seconds()
         else:
@@ -61,8 +63,8 @@ class OptimizationBudget(Callback):
     plots do not. The time is part of the solver's state, so it goes on counting after a resume.
 
     Args:
-        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds; or as
-            Lightning's ``Timer`` takes it.
+        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds; or in a
+            format of Lightning's ``Timer``.
     """
 
     def __init__(self, budget: Duration) -> None:

@@ -1,4 +1,4 @@
-"""The penalty of a run: when it was strengthened, why, and since when it has not been."""
+"""The penalty of a run: when and why it was strengthened, and how long it has been constant."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from lightning_bilevel.solvers.record import PenaltyInfo
 
 __all__ = ["PenaltyMonitor"]
 
-# What TensorBoard's text shows; `events` has them all.
+# How many updates TensorBoard's text shows; `events` has them all.
 _SHOWN = 30
 
 
 class PenaltyMonitor(Monitor):
-    r"""Takes down every update of the penalty, and how long it has been constant.
+    r"""Records every update of the penalty, and how long it has been constant.
 
-    IVSP strengthens its penalty where :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
+    IVSP strengthens its penalty if :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
     :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears
-    at once as a point of the series ``bilevel/penalty_at_update``, with the new :math:`\gamma`; the
-    table of updates as text, and ``bilevel/penalty_constant_for`` (iterations since the last one),
-    at the interval. For a method without such a penalty there is nothing to report.
+    at once as a point of the series ``bilevel/penalty_at_update``, with the new :math:`\gamma`. The
+    table of updates (as text) and ``bilevel/penalty_constant_for`` (iterations since the last one)
+    appear at the interval. For a method without such a penalty there is nothing to report.
 
     Args:
         every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
-        every_n_seconds: Look whenever so many seconds have passed, too.
+        every_n_seconds: Also report whenever this many seconds have passed.
 
     Attributes:
         events: The updates, each with iteration, gamma before and after, residual, threshold
             (:math:`2 a_\phi \mu`), step, and bound (:math:`c_2 \mu \gamma`).
-        iteration: The last iteration that was seen.
+        iteration: The latest iteration.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PenaltyMonitor(Monitor):
         super().__init__(every_n_steps, every_n_seconds)
         self.events: list[dict[str, float]] = []
         self.iteration = 0
-        self._told = 0
+        self._reported = 0
 
     @property
     def last_update(self) -> int:
@@ -51,7 +51,7 @@ class PenaltyMonitor(Monitor):
 
     @property
     def constant_for(self) -> int:
-        """For how many iterations the penalty has been what it is."""
+        """For how many iterations the penalty has been constant."""
         return self.iteration - self.last_update
 
     @override
@@ -75,12 +75,12 @@ class PenaltyMonitor(Monitor):
             self.events.append(event)
             self.publish(trainer, {"bilevel/penalty_at_update": event["after"]}, info.iteration)
         if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
-            self._tell(trainer)
+            self._report(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if isinstance(pl_module.last_step, PenaltyInfo):
-            self._tell(trainer)
+            self._report(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -88,12 +88,11 @@ class PenaltyMonitor(Monitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.events, self.iteration = state_dict["events"], state_dict["iteration"]
+        self.events = state_dict["events"]
+        self.iteration = state_dict["iteration"]
 
     def text(self) -> str:
-        """Return the latest updates as a Markdown table, and what became of the penalty in a
-        sentence.
-        """
+        """Return the latest updates as a Markdown table, with a sentence on the penalty since."""
         if not self.events:
             return f"The penalty has not been updated in {self.iteration} iterations."
         rows = [
@@ -103,16 +102,19 @@ class PenaltyMonitor(Monitor):
         for number, e in list(enumerate(self.events, 1))[-_SHOWN:]:
             rows.append(
                 f"| {number} | {e['iteration']} | {e['before']:.4g} -> {e['after']:.4g} | "
-                f"{e['residual']:.3g} > {e['threshold']:.3g} | {e['step']:.3g} <= {e['bound']:.3g} "
-                "|"
+                f"{e['residual']:.3g} > {e['threshold']:.3g} | "
+                f"{e['step']:.3g} <= {e['bound']:.3g} |"
             )
-        last = f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at iteration {self.last_update}."
+        last = (
+            f"Constant for the {self.constant_for} iterations since update {len(self.events)}, at "
+            f"iteration {self.last_update}."
+        )
         return "\n".join([*rows, "", last])
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         self.publish(
             trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration
         )
-        if self._told != len(self.events) or not trainer.training:
+        if self._reported != len(self.events) or not trainer.training:
             show_text(trainer, "penalty updates", self.text(), self.iteration)
-            self._told = len(self.events)
+            self._reported = len(self.events)

@@ -17,14 +17,13 @@ __all__ = ["BilevelProgressBar"]
 
 
 class BilevelProgressBar(TQDMProgressBar):
-    """Shows what validation logs, f, the Moreau gap and the penalty of the last step, and the time
-    left of a budget.
+    """Shows validation metrics, the last step's f, Moreau gap and penalty, and the budget left.
 
-    Where the solver knows no gap, it is the violation that a monitor found last. The bar is drawn
-    at most four times a second.
+    If the solver does not know the gap, the bar shows the latest violation of a monitor instead. It
+    is drawn at most four times a second.
 
-    Lightning's own bar is drawn at every step, which takes a good part of a millisecond, and shows
-    only what was logged with ``self.log``, which takes more.
+    Lightning's own bar is drawn at every step, which takes a good part of a millisecond. It shows
+    only numbers that were logged with ``self.log``, which takes longer.
     """
 
     INTERVAL = 0.25
@@ -63,9 +62,8 @@ class BilevelProgressBar(TQDMProgressBar):
                     shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
             budgets = [c.budget for c in callbacks if isinstance(c, OptimizationBudget)]
             if budgets:
-                shown["left"] = (
-                    f"{max(min(budgets) - pl_module.last_step.optimization_time, 0.0):.1f}s"
-                )
+                left = max(min(budgets) - pl_module.last_step.optimization_time, 0.0)
+                shown["left"] = f"{left:.1f}s"
         return {
             key: f"{value:.3g}" if isinstance(value, float) else value
             for key, value in shown.items()

@@ -1,4 +1,4 @@
-"""What the solver does: its parameters, its line search and inner loop, and what they cost."""
+"""The work of the solver: its parameters, line search and inner loop, and their cost."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["SolverMonitor"]
 
 
 class SolverMonitor(Monitor):
-    r"""Logs the solver's parameters, and what its iterations take, averaged over the interval.
+    r"""Logs the solver's parameters, and the cost of its iterations averaged over the interval.
 
-    For every method ``bilevel/mean_inner_iterations`` (per outer iteration, since the last look),
-    ``bilevel/calls_upper``, ``bilevel/calls_lower``, ``bilevel/calls_gap`` and ``bilevel/passes``
-    (since the start) and ``bilevel/optimization_time``; for IVSP also ``bilevel/smoothing``
-    (:math:`\mu`), ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature`` (L),
-    ``bilevel/curvature_start`` (the L that the line search started from) and
-    ``bilevel/mean_trials``.
+    For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
+    look), ``bilevel/calls_upper``, ``bilevel/calls_lower``, ``bilevel/calls_gap`` and
+    ``bilevel/passes`` (since the start) and ``bilevel/optimization_time``. For IVSP it also logs
+    ``bilevel/smoothing`` (:math:`\mu`), ``bilevel/accuracy`` (:math:`\zeta`),
+    ``bilevel/curvature`` (L), ``bilevel/curvature_start`` (the L that the line search started from)
+    and ``bilevel/mean_trials``.
 
     Args:
         every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
-        every_n_seconds: Look whenever so many seconds have passed, too.
+        every_n_seconds: Also report whenever this many seconds have passed.
 
     Attributes:
         tally: The counts since the start of the run.
@@ -52,12 +52,12 @@ class SolverMonitor(Monitor):
         info: StepInfo = pl_module.last_step
         self.tally.add(info)
         if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
-            self._tell(trainer, info)
+            self._report(trainer, info)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if pl_module.last_step is not None:
-            self._tell(trainer, pl_module.last_step)
+            self._report(trainer, pl_module.last_step)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -67,14 +67,15 @@ class SolverMonitor(Monitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tally = Tally(**state_dict)
 
-    def _tell(self, trainer: Trainer, info: StepInfo) -> None:
-        now, before = self.tally, self._before
+    def _report(self, trainer: Trainer, info: StepInfo) -> None:
+        now = self.tally
+        before = self._before
         steps = now.iterations - before.iterations
         if steps == 0:
             return
+        inner_iterations = now.inner_iterations - before.inner_iterations
         metrics = {
-            "bilevel/mean_inner_iterations": (now.inner_iterations - before.inner_iterations)
-            / steps,
+            "bilevel/mean_inner_iterations": inner_iterations / steps,
             "bilevel/calls_upper": now.upper_calls,
             "bilevel/calls_lower": now.lower_calls,
             "bilevel/calls_gap": now.gap_calls,
@@ -89,11 +90,11 @@ class SolverMonitor(Monitor):
                 "bilevel/curvature_start": info.L_start,
                 "bilevel/mean_trials": (now.trials - before.trials) / steps,
             }
-        # What the module has logged itself at this step need not be written twice.
-        known = info.metrics() if is_logged(trainer, info.iteration) else {}
+        # Numbers that the module itself has logged at this step need not be written twice.
+        logged = info.metrics() if is_logged(trainer, info.iteration) else {}
         self.publish(
             trainer,
-            {name: float(value) for name, value in metrics.items() if name not in known},
+            {name: float(value) for name, value in metrics.items() if name not in logged},
             info.iteration,
         )
         self._before = Tally(**now.as_dict())

@@ -1,6 +1,4 @@
-"""What TensorBoard shows beside the curves: how they are grouped, hyper-parameters, texts and
-figures.
-"""
+"""TensorBoard besides the curves: their groups, hyper-parameters, texts and figures."""
 
 from __future__ import annotations
 
@@ -29,20 +27,19 @@ def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
     for name in NAMES:
         group, title = name.chart
         if title and (solver.penalised or not name.penalised):
-            # Tags are regular expressions there: `$` keeps penalty from drawing penalty_updates
-            # too.
-            groups.setdefault(group, {}).setdefault(title, ["Multiline", []])[1].append(
-                f"^{name.tag}$"
-            )
+            charts = groups.setdefault(group, {})
+            _, tags = charts.setdefault(title, ["Multiline", []])
+            # Tags are regular expressions: without `$`, penalty would also draw penalty_updates.
+            tags.append(f"^{name.tag}$")
     return groups
 
 
 def _writers(trainer: Trainer) -> list[Any]:
-    return (
-        [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if trainer.is_global_zero
-        else []
-    )
+    if not trainer.is_global_zero:
+        return []
+    return [
+        logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)
+    ]
 
 
 def show_layout(trainer: Trainer, solver: BilevelOptimizer) -> None:
@@ -64,7 +61,7 @@ def show_pixels(trainer: Trainer, tag: str, pixels: Any, iteration: int) -> None
 
 
 def show_figure(trainer: Trainer, tag: str, draw: Callable[[], Any], iteration: int) -> None:
-    """Show a figure of matplotlib's under "Images"; without TensorBoard it is not even drawn."""
+    """Show a matplotlib figure under "Images"; without TensorBoard it is not even drawn."""
     for writer in _writers(trainer):
         writer.add_figure(tag, draw(), iteration)
 
@@ -72,7 +69,7 @@ def show_figure(trainer: Trainer, tag: str, draw: Callable[[], Any], iteration: 
 def show_hyperparameters(
     trainer: Trainer, parameters: dict[str, Any], metrics: dict[str, float], iteration: int
 ) -> None:
-    """Show a run as one line of the "HParams" table, with what it ended with."""
+    """Show a run as one line of the "HParams" table, with its final numbers."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(parameters, metrics, step=iteration)

@@ -1,6 +1,4 @@
-"""LightningCLI on bilevel modules: what ``lightning-bilevel fit``, ``validate``, ``test``,
-``certify`` and ``probe`` run.
-"""
+"""LightningCLI for bilevel modules: ``fit``, ``validate``, ``test``, ``certify`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from lightning.pytorch.cli import (
 )
 from typing_extensions import override
 
-import lightning_bilevel.modules as _modules  # noqa: F401  (its classes can then be named without their module in YAML)
+# Imported so that YAML can use the short names of its classes.
+import lightning_bilevel.modules as _modules  # noqa: F401
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.convergence_plot import ConvergencePlot
 from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor
@@ -37,28 +36,22 @@ from lightning_bilevel.plugin.mixin import BilevelMixin
 
 __all__ = ["BilevelCLI"]
 
-# The commands that train nothing and leave no file.
-_LOOKING = ("certify", "probe")
+# The commands that neither train nor write files.
+_READ_ONLY = ("certify", "probe")
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Shows the resolved config in TensorBoard, beside saving it."""
+    """Also shows the resolved config in TensorBoard."""
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            show_text(
-                trainer,
-                "config",
-                f"```yaml\n{self.parser.dump(self.config, skip_none=False)}\n```",
-                0,
-            )
+            config = self.parser.dump(self.config, skip_none=False)
+            show_text(trainer, "config", f"```yaml\n{config}\n```", 0)
 
 
 class _Parser(LightningArgumentParser):
-    """Takes the mixin as the class of the model, which Lightning's own takes no class for that is
-    no LightningModule.
-    """
+    """Accepts the mixin as the class of the model; Lightning accepts LightningModules only."""
 
     @override
     def add_lightning_class_args(
@@ -79,14 +72,15 @@ class _Parser(LightningArgumentParser):
 
 
 class BilevelCLI(LightningCLI):
-    """LightningCLI whose model is any bilevel module and whose fit is watched, and ends with the
-    certificate.
-    """
+    """LightningCLI for bilevel modules; it adds monitors, and ``fit`` ends with the certificate."""
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
-        about = "Solve a bilevel problem. Another command, `lightning-bilevel compare --help`, runs several methods on one task."
-        # An error of parsing is raised, so that the command can say it in one line; the commands
-        # have parsers of their own.
+        about = (
+            "Solve a bilevel problem. Another command, `lightning-bilevel compare --help`, runs "
+            "several methods on one task."
+        )
+        # Parsing errors are raised, so that `main` can print them in one line. Each command has its
+        # own parser, which needs the setting too.
         common = {"exit_on_error": False}
         commands = {} if kwargs.get("run") is False else dict.fromkeys(self.subcommands(), common)
         kwargs["parser_kwargs"] = {
@@ -104,7 +98,7 @@ class BilevelCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             save_config_callback=_SaveConfig,
-            # A second run in the same folder is normal: its config replaces the first one's.
+            # A second run in the same folder replaces the config of the first.
             save_config_kwargs={"overwrite": True},
             args=args,
             **kwargs,
@@ -121,9 +115,7 @@ class BilevelCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Let a file that is no checkpoint be refused by its sentence: Lightning reads it here,
-        before the Trainer does.
-        """
+        """Refuse a file that is no checkpoint with our message: Lightning reads it here first."""
         try:
             super()._parse_ckpt_path()
         except ArgumentError:
@@ -134,52 +126,52 @@ class BilevelCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # As plain classes: what Lightning knows as a callback, it would add even where the config
-        # names another one.
+        # Added as plain classes: Lightning would add a known callback even if the config names
+        # another one.
         parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
         parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
 
     @override
     def before_instantiate_classes(self) -> None:
-        if self.subcommand in _LOOKING:
+        if self.subcommand in _READ_ONLY:
             self.save_config_callback = None
 
     def callbacks(self, named: list[Callback]) -> list[Callback]:
-        """Return the callbacks of the Trainer, besides its own.
+        """Return the callbacks of the Trainer, besides its defaults.
 
         Args:
-            named: Those that the config names. A monitor that is among them is not added; the
-                certificate comes last, of the point that remains.
+            named: The callbacks that the config names. A monitor among them is not added twice. The
+                certificate comes last, so that it certifies the final point.
         """
-        # A subclass may have left either out of its parser.
+        # A subclass of this CLI may have removed either from its parser, which makes it None.
         configured = [self._settings.get(key) for key in ("moreau_gap", "certificate")]
-        if self.subcommand in _LOOKING:
+        if self.subcommand in _READ_ONLY:
             return [callback for callback in configured if isinstance(callback, CertificateReport)]
-        watching = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
-        kinds = {type(None), *map(type, named)}
-        return [*named, *(callback for callback in watching if type(callback) not in kinds)]
+        monitors = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
+        skipped = {type(None), *map(type, named)}
+        return [*named, *(callback for callback in monitors if type(callback) not in skipped)]
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self._settings["trainer"]["callbacks"] or []
         named = list(given) if isinstance(given, list) else [given]
-        if self.subcommand in _LOOKING:
+        if self.subcommand in _READ_ONLY:
             kwargs |= WITHOUT_STEPS
         try:
             trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
-            if self.subcommand not in _LOOKING:
+            if self.subcommand not in _READ_ONLY:
                 Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError, ValueError) as error:
             raise MisconfigurationException(
                 f"`Trainer` cannot be made: {own_error(error) or error}"
             ) from error
-        bar, callbacks = trainer.progress_bar_callback, cast(Any, trainer).callbacks
-        if (
-            type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named
-        ):  # Lightning's default; the user's own stays
+        # Replace Lightning's default progress bar and checkpoint callback, but not the user's.
+        callbacks = cast(Any, trainer).callbacks
+        bar = trainer.progress_bar_callback
+        if type(bar) in (TQDMProgressBar, RichProgressBar) and bar not in named:
             callbacks[callbacks.index(bar)] = BilevelProgressBar()
         for index, callback in enumerate(callbacks):
-            if type(callback) is ModelCheckpoint and callback not in named:  # likewise
+            if type(callback) is ModelCheckpoint and callback not in named:
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
@@ -187,5 +179,5 @@ class BilevelCLI(LightningCLI):
 
     @property
     def _settings(self) -> Any:
-        """The config of the command, with its objects made."""
+        """The config of the command, with its objects instantiated."""
         return self.config_init if self.subcommand is None else self.config_init[self.subcommand]

@@ -1,6 +1,4 @@
-"""The ready configs: which there are, what each needs, and where they lie; ``lightning-bilevel
-tasks`` lists them.
-"""
+"""The ready configs and their locations; ``lightning-bilevel tasks`` lists them."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ class Task(NamedTuple):
     """A folder of configs, one for each method.
 
     Attributes:
-        name: The folder.
-        about: What is solved.
-        data: What it needs besides the library.
-        time: How long a fit with IVSP takes on one or two CPU cores.
+        name: The name of the folder.
+        about: A description of the problem.
+        data: The data and packages that it needs besides the library.
+        time: The duration of a fit with IVSP on one or two CPU cores.
     """
 
     name: str
@@ -62,16 +60,13 @@ TASKS = (
 
 
 def folder() -> Path:
-    """Return where the ready configs lie: within the package once it is installed, beside it in a
-    checkout.
-    """
+    """Return the folder of the ready configs: in the installed package, or beside a checkout."""
     installed = _HERE / "configs"
     return installed if installed.is_dir() else _HERE.parent / "configs"
 
 
 def ready(path: Path) -> Path:
-    """Return the ready config or folder of configs that a path names, unless there is a file or
-    folder of that name.
+    """Return the ready config, or folder of configs, of that name; an existing path is unchanged.
 
     Example:
         >>> ready(Path("synthetic/ivsp")) == folder() / "synthetic" / "ivsp.yaml"
@@ -82,18 +77,17 @@ def ready(path: Path) -> Path:
     if path.exists() or path.is_absolute():
         return path
     name = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
+    if not name.parts or ".." in name.parts:
+        return path
     found = folder() / name
-    named = [
-        candidate
-        for candidate in (found, found.with_name(f"{found.name}.yaml"))
-        if candidate.exists()
-    ]
-    return named[0] if name.parts and ".." not in name.parts and named else path
+    for candidate in (found, found.with_name(f"{found.name}.yaml")):
+        if candidate.exists():
+            return candidate
+    return path
 
 
 def with_ready_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command with the ready configs that ``--config`` names replaced by
-    their paths.
+    """Return the arguments of a command; ready configs after ``--config`` become paths.
 
     Example:
         >>> with_ready_configs(["fit", "--config", "mine.yaml", "--seed_everything", "1"])
@@ -109,7 +103,7 @@ def with_ready_configs(args: Sequence[str]) -> list[str]:
 
 
 def listing() -> str:
-    """Return the ready configs as a table, with the methods that each task has."""
+    """Return the ready configs as a table, with the methods of each task."""
     titles = Task("TASK", "WHAT IT IS", "DATA", "TIME")
     widths = [max(len(row[i]) for row in (titles, *TASKS)) for i in range(3)]
     rows = [
@@ -123,8 +117,8 @@ def listing() -> str:
     shared = sorted(set.intersection(*map(set, methods.values())))
     more = [
         f"{name}/{method}"
-        for name, found in methods.items()
-        for method in found
+        for name, own_methods in methods.items()
+        for method in own_methods
         if method not in shared
     ]
     return "\n".join(
@@ -133,10 +127,13 @@ def listing() -> str:
             "",
             f"Each task has one config per method: {', '.join(shared)}; and {', '.join(more)}.",
             "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
-            "  lightning-bilevel fit --config synthetic/ivsp --print_config    see all settings; write your own from them",
-            "  lightning-bilevel compare synthetic --budget 1s                 all methods, the same time for each",
+            "  lightning-bilevel fit --config synthetic/ivsp --print_config    "
+            "see all settings; write your own from them",
+            "  lightning-bilevel compare synthetic --budget 1s                 "
+            "all methods, the same time for each",
             "",
-            "TIME is that of a fit with IVSP on two CPU cores. Data are downloaded, or read from the folder that the environment",
+            "TIME is that of a fit with IVSP on two CPU cores. Data are downloaded, or read from "
+            "the folder that the environment",
             f"variable LIGHTNING_BILEVEL_DATA names. The files lie in {folder()}.",
         ]
     )

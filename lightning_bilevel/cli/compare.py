@@ -1,4 +1,4 @@
-"""``lightning-bilevel compare``: several methods on one task, each with the same optimisation time."""
+"""``lightning-bilevel compare``: several methods on one task, with equal optimisation time."""
 
 from __future__ import annotations
 
@@ -34,43 +34,44 @@ from lightning_bilevel.files import write_whole
 __all__ = ["compare", "main"]
 
 
-# How often a run is saved, from where a comparison that was interrupted goes on.
+# The interval of the checkpoints from which an interrupted comparison resumes.
 SAVE_EVERY: str | float = "10s"
 
 
 class _Method(BilevelCLI):
-    """Model, data and Trainer of a config, from the same seed every time.
+    """Model, data and Trainer of a config, always from the same seed.
 
-    The Trainer has what the comparison gives it, and nothing that watches, saves or shows a fit.
+    The Trainer has the callbacks of the comparison, but no monitors, checkpoints or progress bar of
+    the config.
 
     Args:
         out: The folder of the comparison.
         config: The config.
-        added: The comparison's callbacks.
-        options: Arguments of the Trainer, besides the usual ones of a comparison.
+        added: The callbacks of the comparison.
+        options: Arguments of the Trainer; they take precedence over the defaults of a comparison.
     """
 
     def __init__(
         self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any
     ) -> None:
         self.added = added
-        usual = {
+        options = {
             "max_epochs": -1,
             "max_steps": -1,
             "check_val_every_n_epoch": "null",
             "val_check_interval": NEVER,
-        }
-        usual |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), "false")
-        usual |= {
+            "logger": "false",
+            "enable_progress_bar": "false",
+            "enable_model_summary": "false",
             "num_sanity_val_steps": 0,
             "default_root_dir": str(out),
             "enable_checkpointing": "true" if added else "false",
+            **options,
         }
-        options = {**usual, **options}
         args = [
             "--config",
             str(out / config.name / "config.yaml"),
-            *(f"--trainer.{k}={v}" for k, v in options.items()),
+            *(f"--trainer.{name}={value}" for name, value in options.items()),
         ]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -78,12 +79,12 @@ class _Method(BilevelCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        self.save_config_callback = None  # it lies in the folder of the method already
+        self.save_config_callback = None  # the folder of the method already has the config
 
     @override
     def callbacks(self, named: list[Callback]) -> list[Callback]:
-        others = (CertificateReport, Checkpoint, Monitor, ProgressBar)
-        return [*(callback for callback in named if not isinstance(callback, others)), *self.added]
+        removed = (CertificateReport, Checkpoint, Monitor, ProgressBar)
+        return [*(callback for callback in named if not isinstance(callback, removed)), *self.added]
 
 
 def compare(
@@ -95,31 +96,30 @@ def compare(
     log_spaced: bool = False,
     allow_different_tasks: bool = False,
 ) -> list[MethodResult]:
-    """Run each config for the same optimisation time and write results.csv, summary.md and the
-    figure.
+    """Run each config for the same time; write results.csv, summary.md and the figure.
 
     Args:
         configs: YAML files of LightningCLI, or folders of them.
         budget: Seconds of optimisation for each method.
-        out: The folder to write to; a comparison that was interrupted goes on from there.
-        evaluations: At how many times, spread over the budget, each method is evaluated.
+        out: The folder of the results; an interrupted comparison resumes from it.
+        evaluations: The number of evaluations of each method, spread over the budget.
         log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
-        allow_different_tasks: Compare although data or start differ.
+        allow_different_tasks: Compare even if data or start differ.
     """
     parsed = [read_config(path) for path in find_configs(configs)]
     check_same_task(parsed, allow_different_tasks)
     _check_folder(
         out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced}
     )
-    times = [
-        budget * (1000 ** ((i + 1) / evaluations - 1) if log_spaced else (i + 1) / evaluations)
-        for i in range(evaluations)
-    ]
+    shares = [(i + 1) / evaluations for i in range(evaluations)]
+    if log_spaced:
+        shares = [1000 ** (share - 1) for share in shares]
+    times = [budget * share for share in shares]
     envelope = next((_Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
     _warm_up(out, parsed[0])
     results = []
-    shape = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
-    with tqdm(total=len(parsed) * budget, unit="s", bar_format=shape, disable=not _first()) as bar:
+    layout = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
+    with tqdm(total=len(parsed) * budget, unit="s", bar_format=layout, disable=not _first()) as bar:
         for number, config in enumerate(parsed):
             bar.set_description(f"{config.name:8s}")
 
@@ -132,7 +132,8 @@ def compare(
             if _first():
                 write_csv(out / "results.csv", results)
         bar.refresh()
-    title = f"{parsed[0].task['model']['class_path'].rsplit('.', 1)[-1]}, {budget:g} s of optimisation each"
+    model = parsed[0].task["model"]["class_path"].rsplit(".", 1)[-1]
+    title = f"{model}, {budget:g} s of optimisation each"
     if _first():
         write_summary(out / "summary.md", results, title)
         write_figure(out / "figure", results, title)
@@ -157,20 +158,21 @@ def _run(
     if done.exists():
         return MethodResult(**json.loads(done.read_text()))
     result = MethodResult(config.name, config.solver)
-    recorder, last = Recorder(times, shown, envelope), folder / "last.ckpt"
+    last = folder / "last.ckpt"
+    recorder = Recorder(times, shown, envelope)
     method = _Method(
         out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)]
     )
     if config.solver == "IVSP":
-        # The envelope that its config gives; where it chooses one in the run, the declared one.
+        # The envelope of its config; if IVSP chooses one during the run, the declared one.
         recorder.envelope = method.model.envelope
     try:
         method.trainer.fit(
             method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None
         )
     except (OSError, CheckpointError):
-        raise  # a full disk is no fault of the method: called again, it goes on
-    except Exception as error:  # one method that fails must not end the others; its row says why
+        raise  # a full disk is not the method's fault: the next call of `compare` resumes
+    except Exception as error:  # the other methods still run; the row of this one has the error
         result.error = f"{type(error).__name__}: {error}".splitlines()[0]
     result.rows = recorder.rows
     if method.trainer.is_global_zero:
@@ -180,13 +182,13 @@ def _run(
 
 
 def _warm_up(out: Path, config: MethodConfig) -> None:
-    """Make the process's first evaluations, which are slow, before anybody's time runs."""
+    """Run the first evaluations of the process, which are slow, before any time is measured."""
     method = _Method(out, config, max_steps=2, limit_val_batches=0)
     method.trainer.fit(method.model, datamodule=method.datamodule)
 
 
 def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
-    """Claim an empty folder for this comparison, or recognise it as this comparison's."""
+    """Prepare a new folder for this comparison, or check that it belongs to this comparison."""
     identity = {**protocol, "task": configs[0].task}
     note = out / "comparison.json"
     if note.exists():
@@ -214,7 +216,7 @@ def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str
                 f"`compare --out {out}`: {config.name} was run there with other settings; name "
                 "another folder."
             )
-    # The note first: what is killed here is recognised by it.
+    # The note comes first, so that a comparison that is killed here recognises its folder.
     out.mkdir(parents=True, exist_ok=True)
     write_whole(note, json.dumps(identity, indent=1).encode())
     for config in configs:
@@ -260,9 +262,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if given.evaluations < 1:
             raise ValueError(f"`compare --evaluations {given.evaluations}` must be at least 1.")
         first = given.configs[0].resolve()
-        out = given.out or Path(
-            f"comparison-{first.name if first.is_dir() else first.parent.name}-{given.budget}"
-        )
+        name = first.name if first.is_dir() else first.parent.name
+        out = given.out or Path(f"comparison-{name}-{given.budget}")
         options = {"evaluations": given.evaluations, "log_spaced": given.log_spaced}
         compare(
             given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks
@@ -273,6 +274,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     print((out / "summary.md").read_text())
     print(
-        f"Written to {out}: results.csv, summary.md, figure.png, figure.svg, and the resolved config of each method.",
+        f"Written to {out}: results.csv, summary.md, figure.png, figure.svg, and the resolved "
+        "config of each method.",
         file=sys.stderr,
     )

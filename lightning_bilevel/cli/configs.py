@@ -1,4 +1,4 @@
-"""The configs of a comparison: found, resolved, and held to one task."""
+"""Find and resolve the configs of a comparison, and check that they pose one task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MethodConfig", "check_same_task", "find_configs", "read_config"]
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """A config as it was resolved: the task that it poses and the solver that it names."""
+    """A resolved config, from which the task and the solver are read."""
 
     name: str
     text: str
@@ -35,12 +35,11 @@ class MethodConfig:
 
     @property
     def task(self) -> dict[str, Any]:
-        """All that decides data, split and start."""
+        """The settings that decide data, split and start."""
         values = self.values
-        # Neither the solver nor the unit that it measures a level in changes the problem, and an
-        # envelope is for evaluation.
-        for how in ("solver", "upper_unit", "lower_unit", "envelope"):
-            values["model"]["init_args"].pop(how, None)
+        # Solver and units do not change the problem, and the envelope is for evaluation only.
+        for argument in ("solver", "upper_unit", "lower_unit", "envelope"):
+            values["model"]["init_args"].pop(argument, None)
         return {
             "seed_everything": values["seed_everything"],
             "model": values["model"],
@@ -51,11 +50,11 @@ class MethodConfig:
 
 class _ParseOnly(BilevelCLI):
     def instantiate_classes(self) -> None:
-        """Leave it at the parsed config."""
+        """Make no objects: only the parsed config is needed."""
 
 
 def read_config(path: Path) -> MethodConfig:
-    """Resolve a config, which must name its solver."""
+    """Resolve a config; refuse it if it does not name its solver."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -76,7 +75,7 @@ def read_config(path: Path) -> MethodConfig:
 
 
 def find_configs(paths: Sequence[Path]) -> list[Path]:
-    """Return the YAML files that are named, and those in the folders that are named."""
+    """Return the YAML files among the paths, and those in the folders among the paths."""
     found = []
     for path in paths:
         if not path.exists():
@@ -103,13 +102,14 @@ def check_same_task(configs: Sequence[MethodConfig], allowed: bool) -> None:
     """Refuse configs that pose different tasks, unless that is allowed."""
     first = configs[0]
     for other in configs[1:]:
-        wrong = [
+        differences = [
             f"{key} ({other.task[key]!r}, not {value!r})"
             for key, value in first.task.items()
             if other.task[key] != value
         ]
-        if wrong and not allowed:
+        if differences and not allowed:
             raise ValueError(
-                f"`compare`: {other.name} differs from {first.name} in {'; '.join(wrong)}. The "
-                "comparison would be unfair; with --allow-different-tasks it is made all the same."
+                f"`compare`: {other.name} differs from {first.name} in {'; '.join(differences)}. "
+                "The comparison would be unfair; with --allow-different-tasks it is made all the "
+                "same."
             )

@@ -1,6 +1,4 @@
-"""What the command line says to a user who got something wrong: a sentence that names the key, and
-no traceback.
-"""
+"""Error messages of the command line: one sentence that names the setting, no traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ import lightning
 
 __all__ = ["own_error", "parsing_error"]
 
-# Errors that were raised by the code in these folders were raised on purpose.
+# Code in these folders raises its errors on purpose, for the user.
 _CHECKED = (Path(__file__).parents[1], Path(lightning.__file__).parent)
-# What jsonargparse says around the reason, line by line: the types it tried, the whole value that
-# it was given.
-_AROUND = (
+# Beginnings of jsonargparse's lines that do not give the reason: types it tried, whole values.
+_NO_REASON = (
     "Does not validate against",
     "Subtypes:",
     "Errors:",
@@ -27,14 +24,14 @@ _AROUND = (
     "a class path",
     "a dict with",
 )
-_REASONS = 3
+_MAX_REASONS = 3
 
 
 def own_error(error: BaseException | None) -> BaseException | None:
-    """Return the error of this package's or Lightning's own behind what was raised.
+    """Return the error of this package or Lightning behind an error, or None.
 
-    jsonargparse wraps what a constructor raises. An error from a user's module is none of these: it
-    keeps its traceback, which shows where it comes from.
+    jsonargparse wraps the errors of constructors. For an error in a user's module the result is
+    None: it keeps its traceback, which shows where it comes from.
     """
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -45,8 +42,7 @@ def own_error(error: BaseException | None) -> BaseException | None:
 
 
 def parsing_error(message: str) -> str:
-    """Return the key and the reason from what jsonargparse has to say about a value, which may be a
-    page.
+    """Return the key and the reason from jsonargparse's message, which may fill a page.
 
     Example:
         >>> parsing_error('''Parser key "model":
@@ -63,33 +59,29 @@ def parsing_error(message: str) -> str:
     keys = re.findall(r'Parser key "([^"]+)"', message)
     reasons = []
     for line in re.split(r"\n\s*Given value", message)[0].splitlines():
-        # A callable's own error follows its type, on the same line; the value that it was given
-        # follows the error.
-        text = re.sub(
-            r"^Type .* expects a function or a callable class: ",
-            "",
-            line.strip().removeprefix("- "),
-        )
+        text = line.strip().removeprefix("- ")
+        # A line about a callable has its type, the error, and the value.
+        text = re.sub(r"^Type .* expects a function or a callable class: ", "", text)
         text = re.sub(r'^Parser key "[^"]+":', "", text).strip()
         text = re.sub(r"\.? Got value: (Namespace\(|\{).*", "", text)
-        if text and not text.startswith(_AROUND):
+        if text and not text.startswith(_NO_REASON):
             reasons.append(_plain(text))
     kept = list(dict.fromkeys(reasons))
-    # A class may also be given as the path of a file that has its arguments, which is hardly what
-    # was meant.
+    # jsonargparse also accepts the path of a file in place of a class; the user hardly meant that.
     kept = [reason for reason in kept if not reason.startswith("Expected a path but")] or kept
-    # Where a number may also be None, the value stands apart from the reason.
+    # If a number may also be None, jsonargparse prints the value apart from the reason.
     given = re.search(
         r"Given value: (?!Namespace\(|NestedArg\(|\{)(.+?)(?:\. Got value|\n|$)", message
     )
     if given and len(kept) == 1 and not re.search(", got |there is no class", kept[0]):
         kept = [f"{kept[0]}, got {given[1]}"]
     if not kept:
-        kept = [
-            " ".join(message.split())
-        ]  # another version of jsonargparse says it in other words: better those than none
-    told = "; ".join(kept[:_REASONS]) + ("; ..." if len(kept) > _REASONS else "")
-    return f"{'.'.join(keys)}: {told}" if keys else told
+        # Another version of jsonargparse uses other words: show its whole message.
+        kept = [" ".join(message.split())]
+    sentence = "; ".join(kept[:_MAX_REASONS])
+    if len(kept) > _MAX_REASONS:
+        sentence += "; ..."
+    return f"{'.'.join(keys)}: {sentence}" if keys else sentence
 
 
 def _plain(text: str) -> str:
@@ -110,5 +102,8 @@ def _plain(text: str) -> str:
 
 
 def _no_bilevel_module(found: re.Match[str]) -> str:
-    rule = "expected a class that inherits from BilevelModule, or from BilevelMixin and LightningModule"
+    rule = (
+        "expected a class that inherits from BilevelModule, or from BilevelMixin and "
+        "LightningModule"
+    )
     return f"{rule}, got {found[1]}" if found[1] else rule

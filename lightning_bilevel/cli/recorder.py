@@ -1,4 +1,4 @@
-"""What a comparison takes down of each method."""
+"""Record the evaluations of each method of a comparison."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_bilevel.core.moreau import Envelope
 
 __all__ = ["NEVER", "Recorder"]
 
-# A `Trainer.val_check_batch` at which there is no validation.
+# The value of `Trainer.val_check_batch` that turns validation off.
 NEVER = sys.maxsize
 
 
 class Recorder(Callback):
-    """Evaluates a method when its optimisation time has come to given times.
+    """Evaluates a method whenever its optimisation time reaches the next of some times.
 
-    A validation belongs to an evaluation, if there are validation data and a ``validation_step``.
-    The Trainer is asked for one at the very iteration, whatever the length of its epochs: it must
-    have been made with ``val_check_interval=NEVER`` and ``check_val_every_n_epoch=None``. The rows
-    are part of a checkpoint, so a run that was interrupted has them when it goes on.
+    An evaluation includes a validation, if there are validation data and a ``validation_step``. The
+    validation comes at that very iteration, whatever the length of an epoch: the Trainer must be
+    made with ``val_check_interval=NEVER`` and ``check_val_every_n_epoch=None``. The rows are saved
+    in checkpoints, so an interrupted run still has them when it resumes.
 
     Args:
-        times: The times of the evaluations, in seconds of optimisation, in their order.
-        shown: Is told the time that was spent, at each iteration.
-        envelope: The Moreau envelope of the evaluations; None is the module's.
+        times: The times of the evaluations, in seconds of optimisation, in increasing order.
+        shown: Is called with the time spent so far, at each iteration.
+        envelope: The Moreau envelope of the evaluations; None takes that of the module.
 
     Attributes:
         rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
@@ -54,11 +54,12 @@ class Recorder(Callback):
         spent = pl_module.last_step.optimization_time
         self.shown(spent)
         evaluated = self.rows[-1]["optimization_time"] if self.rows else 0.0
-        self._due = spent >= next((time for time in self.times if time > evaluated), float("inf"))
-        # Lightning asks for it next.
+        next_time = next((time for time in self.times if time > evaluated), float("inf"))
+        self._due = spent >= next_time
+        # Lightning reads this attribute right after this hook.
         trainer.val_check_batch = 1 if self._due else NEVER
 
-    # Either comes after the validation.
+    # After a validation, Lightning calls one of the next two hooks.
 
     @override
     def on_train_batch_start(

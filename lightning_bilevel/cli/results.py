@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a table of all evaluations, a summary, and a figure."""
+"""The files of a comparison: a table of all evaluations, a summary, and a figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MethodResult:
         name: The name of its config.
         solver: The name of its solver class.
         rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
-        error: Why it ended before its budget, if it did.
+        error: The error that ended the run early, if there was one.
     """
 
     name: str
@@ -47,20 +47,15 @@ def write_csv(path: Path, results: Sequence[MethodResult]) -> None:
 
 
 def write_summary(path: Path, results: Sequence[MethodResult], title: str) -> None:
-    """Write the final figures as a table, and a ranking per metric, in Markdown."""
+    """Write a table of the final metrics, and a ranking for each metric, in Markdown."""
     metrics = [
         name for name in _metrics(results) if any(r.rows and name in r.rows[-1] for r in results)
     ]
     finals = {r.name: r.rows[-1] if r.rows and not r.error else {} for r in results}
-    best = {
-        name: min((f[name] for f in finals.values() if name in f), default=math.nan)
-        for name in metrics
-    }
-    best |= {
-        name: max(f[name] for f in finals.values() if name in f)
-        for name in metrics
-        if _rises(name) and any(finals.values())
-    }
+    best = {}
+    for name in metrics:
+        best_of = max if _rises(name) else min
+        best[name] = best_of((f[name] for f in finals.values() if name in f), default=math.nan)
     head = ["method", *metrics, "iterations", "passes", "time (s)", "note"]
     lines = [f"# {title}", "", _row(head), _row(["---"] * len(head))]
     for result in results:
@@ -76,11 +71,11 @@ def write_summary(path: Path, results: Sequence[MethodResult], title: str) -> No
         )
     lines += ["", "Ranking (best first; runs that ended early are left out):", ""]
     for name in metrics:
-        ranked = sorted((f[name], method) for method, f in finals.items() if name in f)
-        lines.append(
-            f"- **{name}**: "
-            f"{', '.join(method for _, method in (reversed(ranked) if _rises(name) else ranked))}"
-        )
+        pairs = [(f[name], method) for method, f in finals.items() if name in f]
+        ranked = [method for _, method in sorted(pairs)]
+        if _rises(name):
+            ranked.reverse()
+        lines.append(f"- **{name}**: {', '.join(ranked)}")
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -99,7 +94,7 @@ def _number(value: float | None, bold: bool) -> str:
 
 
 def write_figure(path: Path, results: Sequence[MethodResult], title: str) -> None:
-    """Draw each metric against optimisation time, one panel each, as PNG and SVG."""
+    """Draw each metric against optimisation time, one panel per metric, as PNG and SVG."""
     drawn = sorted((result for result in results if result.rows), key=lambda r: r.solver != "IVSP")
     metrics = _metrics(drawn)
     if not metrics:

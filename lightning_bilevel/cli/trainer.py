@@ -1,6 +1,4 @@
-"""A Trainer that also certifies checkpoints and probes problems: what ``certify`` and ``probe``
-run.
-"""
+"""A Trainer with the commands ``certify`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from lightning_bilevel.table import table
 
 __all__ = ["WITHOUT_STEPS", "BilevelTrainer"]
 
-# The arguments of a Trainer that restores a run to look at it, and leaves no file. A checkpoint may
-# be of any epoch.
+# The arguments of a Trainer that restores a run without training or writing files. `max_epochs` is
+# unlimited, because a checkpoint may be of any epoch.
 WITHOUT_STEPS: dict[str, Any] = {
     "limit_train_batches": 0,
     "max_epochs": -1,
@@ -37,7 +35,7 @@ WITHOUT_STEPS: dict[str, Any] = {
 
 
 class BilevelTrainer(Trainer):
-    """A Trainer that can also certify a checkpoint, and tell the constants that a problem suggests."""
+    """A Trainer that can also certify a checkpoint and suggest constants for a problem."""
 
     def certify(
         self,
@@ -54,9 +52,9 @@ class BilevelTrainer(Trainer):
             datamodule: Its data.
             ckpt_path: The checkpoint.
             tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None
-                is 1e-9 in float64 and 1e-5 in float32.
-            weights_only: As for ``fit``: whether the checkpoint may hold nothing but tensors and
-                plain values.
+                means 1e-9 in float64 and 1e-5 in float32.
+            weights_only: As for ``fit``: whether to refuse a checkpoint that has anything but
+                tensors and plain values.
         """
         if ckpt_path is None or not Path(ckpt_path).is_file():
             raise MisconfigurationException(
@@ -90,25 +88,23 @@ class BilevelTrainer(Trainer):
             model: The module, with any solver. The relaxation delta is that of its envelope, or
                 1e-3.
             datamodule: Its data.
-            ckpt_path: Not used, as constants are chosen at the start of a run; the config that
-                ``fit`` saves has it.
-            weights_only: Not used; likewise.
+            ckpt_path: Not used, as constants are chosen at the start of a run. It is here because
+                the config that ``fit`` saves has this key.
+            weights_only: Not used, for the same reason.
         """
         batch = self._restore(model, datamodule)
-        own, problem, envelope = solver_of(self), model.problem_on(batch), model.envelope
+        problem = model.problem_on(batch)
+        envelope = model.envelope
         delta = 1e-3 if envelope is None else envelope.delta
         rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
-        given = own.hyper_parameters
-        shown = [
-            (name, text if given.get(name) is None else f"{text}; given: {given[name]:g}")
-            for name, text in rows
-        ]
+        configured = solver_of(self).hyper_parameters
+        shown = []
+        for name, text in rows:
+            value = configured.get(name)
+            shown.append((name, text if value is None else f"{text}; given: {value:g}"))
         if self.is_global_zero:
-            print(
-                table(
-                    f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose", shown
-                )
-            )
+            title = f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose"
+            print(table(title, shown))
             print(
                 f"From {problem.calls.passes} passes of f and g at the start. What the config "
                 "leaves out, IVSP chooses so."
@@ -121,7 +117,7 @@ class BilevelTrainer(Trainer):
         return rows
 
     def _tally(self) -> Tally:
-        """Return the counts of the restored run, which its report had."""
+        """Return the counts of the restored run; the CertificateReport has restored them."""
         callbacks: list[Callback] = cast(Any, self).callbacks
         reports = [callback for callback in callbacks if isinstance(callback, CertificateReport)]
         return reports[0].tally if reports else Tally()
@@ -133,9 +129,9 @@ class BilevelTrainer(Trainer):
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Do all of a fit but the steps, and return its batch.
+        """Run a fit without steps and return its batch.
 
-        Module, solver and callbacks are as they were when the checkpoint was saved.
+        Afterwards module, solver and callbacks have the state of the checkpoint.
         """
         if self.limit_train_batches != 0:
             raise MisconfigurationException(

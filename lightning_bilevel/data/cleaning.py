@@ -1,4 +1,4 @@
-"""Data for hyper-cleaning: training labels of which some are wrong, and a clean validation set."""
+"""Data for hyper-cleaning: a training set with some wrong labels, and a clean validation set."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
 
 class Splits(NamedTuple):
-    """The three sets, as they are before labels are corrupted; without a test set there is no test
-    error.
-    """
+    """The three sets before labels are corrupted; without a test set no test error is logged."""
 
     train: Samples
     validation: Samples
@@ -48,37 +46,35 @@ class Parts(Repeated):
 class CleaningData(FullBatchDataModule):
     """A training set with wrong labels and a clean validation set, each as a full batch.
 
-    The batch of the upper level f is the validation set, ``(images, labels)``; that of the lower
-    level g is the training set, ``(images, noisy labels, index)``, with the number of each sample.
-    At a validation the module is given the validation batch as loader 0 and the test batch as
-    loader 1. Images are float32 of shape (N, C, H, W).
+    The upper level f has the validation set as its batch, ``(images, labels)``. The lower level g
+    has the training set, ``(images, noisy labels, index)``, where the index numbers the samples.
+    Validation uses the validation set as loader 0 and the test set as loader 1. Images are float32
+    of shape (N, C, H, W).
 
-    This is the base of the ready data sets; your own data come by :meth:`from_datasets`, or by a
-    subclass with :meth:`load`. What is drawn at random is drawn from the seed alone: no other
-    random number depends on it or changes it.
+    This is the base class of the ready data sets. For your own data use :meth:`from_datasets`, or
+    write a subclass with :meth:`load`. All random draws depend on the seed alone: they neither use
+    nor change torch's global random state.
 
     Args:
         n_train: The number of training samples.
         n_validation: The number of validation samples, disjoint from the training samples.
-        n_test: The number of test samples; None takes all that there are.
+        n_test: The number of test samples; None takes all of them.
         corruption: The share of training labels that are made wrong, between 0 and 1.
-        kind: What a wrong label is: any of the other classes (``uniform``), or the next class
-            (``pair``).
-        seed: Decides which samples are in which set, their order, and which labels are wrong in
-            which way.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
-            progress bar have their turn.
-        chunk_size: The largest number of samples that is evaluated at once; None evaluates each set
-            as a whole.
+        kind: A wrong label is any of the other classes (``uniform``), or the next class (``pair``).
+        seed: Decides the samples of each set, their order, and the wrong labels.
+        epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
+            at the end of an epoch.
+        chunk_size: The largest number of samples that are evaluated at once; None evaluates each
+            set as a whole.
 
     Attributes:
         n_train: The number of training samples.
         classes: The number of classes.
         image_shape: The shape of an image, (C, H, W).
-        corrupted: The mask of the training samples whose label is wrong; None where that is not
-            known. From ``setup`` on.
-        clean_labels: The true labels of the training samples; None where they are not known. From
-            ``setup`` on.
+        corrupted: The mask of the training samples with a wrong label; None if it is not known.
+            Set by ``setup``.
+        clean_labels: The true labels of the training samples; None if they are not known. Set by
+            ``setup``.
     """
 
     classes: int
@@ -108,11 +104,16 @@ class CleaningData(FullBatchDataModule):
             if size is not None and size < 1:
                 raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least 1.")
         check_corruption(type(self).__name__, corruption, kind)
-        self.n_train, self.n_validation, self.n_test = n_train, n_validation, n_test
-        self.corruption, self.kind, self.seed, self.chunk_size = corruption, kind, seed, chunk_size
+        self.n_train = n_train
+        self.n_validation = n_validation
+        self.n_test = n_test
+        self.corruption = corruption
+        self.kind = kind
+        self.seed = seed
+        self.chunk_size = chunk_size
 
     @classmethod
-    def from_datasets(  # type: ignore[override]  # Lightning's has loaders in mind: batch size, workers
+    def from_datasets(  # type: ignore[override]  # Lightning's has the arguments of DataLoaders
         cls,
         train: AnyDataset,
         validation: AnyDataset,
@@ -120,14 +121,13 @@ class CleaningData(FullBatchDataModule):
         corrupted: Sequence[bool] | Tensor | None = None,
         **options: Any,
     ) -> DatasetCleaning:
-        """Take any Datasets of (image, label) pairs, with labels as they are.
+        """Take any Datasets of (image, label) pairs; their labels are not changed.
 
         Args:
-            train: The training set, in the order of which the weights are.
+            train: The training set; the weights follow its order.
             validation: The clean validation set.
             test: The test set, if there is one.
-            corrupted: The mask of the training samples that are known to have a wrong label, if
-                that is known.
+            corrupted: The mask of the training samples with a wrong label, if it is known.
             options: The other arguments of :class:`DatasetCleaning`.
 
         Example:
@@ -148,16 +148,16 @@ class CleaningData(FullBatchDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the data and corrupt the labels; once, as every stage has the same."""
+        """Load the data and corrupt the labels, once: all stages use the same data."""
         if self.lower is not None:
             return
         generator = torch.Generator().manual_seed(self.seed)
+        loaded = self.load(generator)._asdict()
         sets = {
-            name: samples
-            for name, samples in self.load(generator)._asdict().items()
+            name: self._checked(name, *samples)
+            for name, samples in loaded.items()
             if samples is not None
         }
-        sets = {name: self._checked(name, *samples) for name, samples in sets.items()}
         images, labels = sets["train"]
         self.image_shape = tuple(images.shape[1:])
         for name, (others, _) in sets.items():
@@ -209,20 +209,19 @@ class CleaningData(FullBatchDataModule):
 
 
 class DatasetCleaning(CleaningData):
-    """Your own data: torch Datasets of (image, label) pairs, read once, when this is made.
+    """Your own data: torch Datasets of (image, label) pairs, which the constructor reads once.
 
-    An image is a tensor (bytes from 0 to 255, or floats, which are taken as they are), a PIL image
-    or an array; a vector of features will do as well. The samples keep their order, so the weights
-    are those of the training set's samples.
+    An image is a tensor (bytes from 0 to 255, or floats, which are not rescaled), a PIL image or an
+    array; a vector of features works as well. The samples keep their order, so weight i belongs to
+    sample i of the training set.
 
     Args:
         train: The training set.
         validation: The clean validation set; it must share no image with the training set.
         test: The test set, if there is one.
-        corrupted: The mask of the training samples that are known to have a wrong label, if that is
-            known.
-        classes: The number of classes; None takes the largest label that is there, plus one.
-        corruption: The share of training labels that are made wrong on top, between 0 and 1; for
+        corrupted: The mask of the training samples with a wrong label, if it is known.
+        classes: The number of classes; None takes the largest label plus one.
+        corruption: The share of training labels that are made wrong, between 0 and 1; for
             experiments with clean data.
         options: The other arguments of :class:`CleaningData`.
     """
@@ -237,9 +236,9 @@ class DatasetCleaning(CleaningData):
         corruption: float = 0.0,
         **options: Any,
     ) -> None:
-        datasets = {"train": train, "validation": validation} | (
-            {} if test is None else {"test": test}
-        )
+        datasets = {"train": train, "validation": validation}
+        if test is not None:
+            datasets["test"] = test
         sizes = {name: length(self._of(name), dataset) for name, dataset in datasets.items()}
         super().__init__(
             n_train=sizes["train"],
@@ -251,20 +250,21 @@ class DatasetCleaning(CleaningData):
         if classes is not None and classes < 2:
             raise ValueError(f"`DatasetCleaning(classes={classes})` must be at least 2.")
         mask = None if corrupted is None else self._mask(corrupted)
-        self._datasets, self._classes = datasets, classes
+        self._datasets = datasets
+        self._classes = classes
         self.setup()
-        if (
-            mask is not None or corruption == 0
-        ):  # the labels are as they came: what is known of them was given
-            self.corrupted, self.clean_labels = mask, None
+        # No label was changed here, so only the user's mask says which ones are wrong.
+        if mask is not None or corruption == 0:
+            self.corrupted = mask
+            self.clean_labels = None
 
     def load(self, generator: torch.Generator) -> Splits:
         sets = {name: read_dataset(self._of(name), data) for name, data in self._datasets.items()}
         common = common_images(sets["train"][0], sets["validation"][0])
         if common:
-            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5]) + (
-                ", ..." if len(common) > 5 else ""
-            )
+            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5])
+            if len(common) > 5:
+                pairs += ", ..."
             raise ValueError(
                 f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): "
                 "the validation set must not overlap the training set, so leave them out of one of "

@@ -1,4 +1,4 @@
-"""Wrong labels on purpose: how many, which, and what they become."""
+"""Corrupt labels on purpose, to test whether cleaning finds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CorruptionKind = Literal["uniform", "pair"]
 
 
 def check_corruption(call: str, rate: float, kind: str) -> None:
-    """Refuse a rate or a kind that does not exist, in the words of the call that was given them."""
+    """Refuse an impossible rate or kind; the error names the call that the user wrote."""
     if not 0.0 <= rate <= 1.0:
         raise ValueError(
             f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels."
@@ -35,26 +35,25 @@ def corrupt_labels(
 ) -> tuple[Tensor, Tensor]:
     """Replace a share of the labels by wrong ones.
 
-    The samples and what they would become are drawn for all labels alike, so the same generator
-    state at a lower rate corrupts a subset of the same samples in the same way: rates can be
-    compared.
+    The random draws do not depend on the rate. With the same generator state, a lower rate corrupts
+    a subset of the same samples in the same way, so results at different rates can be compared.
 
     Args:
         labels: The true labels, 0 to ``classes - 1``.
         classes: The number of classes, at least 2.
-        corruption: The share of labels to replace: exactly ``round(corruption * len(labels))`` of
-            them.
-        kind: What a label becomes: any of the other classes with the same probability
-            (``uniform``), or the next class (``pair``, the last becomes the first).
+        corruption: The share of labels to replace: exactly ``round(corruption * len(labels))``.
+        kind: A label becomes any of the other classes with equal probability (``uniform``), or the
+            next class (``pair``; the last class becomes the first).
         generator: The source of randomness, on the CPU.
 
     Returns:
-        The labels with the wrong ones among them, and the mask of these.
+        The new labels, and the mask of those that were replaced.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> noisy, corrupted = corrupt_labels(torch.tensor([0, 1, 2, 2]), 3, 0.5, "pair", generator=generator)
-        >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != torch.tensor([0, 1, 2, 2])))
+        >>> labels = torch.tensor([0, 1, 2, 2])
+        >>> noisy, corrupted = corrupt_labels(labels, 3, 0.5, "pair", generator=generator)
+        >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != labels))
         (2, True)
     """
     check_corruption("corrupt_labels", corruption, kind)
@@ -65,11 +64,10 @@ def corrupt_labels(
         )
     n = len(labels)
     order = torch.randperm(n, generator=generator)
-    shift = (
-        torch.randint(1, classes, (n,), generator=generator)
-        if kind == "uniform"
-        else torch.ones(n, dtype=torch.int64)
-    )
+    if kind == "uniform":
+        shift = torch.randint(1, classes, (n,), generator=generator)
+    else:
+        shift = torch.ones(n, dtype=torch.int64)
     corrupted = torch.zeros(n, dtype=torch.bool)
     corrupted[order[: round(corruption * n)]] = True
     return torch.where(corrupted, (labels + shift) % classes, labels), corrupted

@@ -1,4 +1,4 @@
-"""Few-shot episodes: classes that a model has to tell apart after seeing a few examples of each."""
+"""Few-shot episodes: a model sees a few examples of each class, then classifies new ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SPLITS = ("train", "validation", "test")
 
 
 class Episodes(NamedTuple):
-    """Episodes side by side, E of them, with labels from 0 to ways - 1 in each.
+    """E stacked episodes, each with labels from 0 to ways - 1.
 
     Attributes:
         support: The examples to learn from, (E, ways * shots, C, H, W).
         support_labels: Their labels, (E, ways * shots).
-        query: The examples to tell, (E, ways * queries, C, H, W).
+        query: The examples to classify, (E, ways * queries, C, H, W).
         query_labels: Their labels, (E, ways * queries).
     """
 
@@ -32,24 +32,22 @@ class Episodes(NamedTuple):
     query_labels: Tensor
 
     def tasks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each episode as learn2learn has its tasks: ``(data, labels)``, examples of one
-        class next to each other.
-        """
+        """Yield each episode as a task of learn2learn: ``(data, labels)``, sorted by class."""
         for support, support_labels, query, query_labels in zip(*self, strict=True):
-            data, labels = torch.cat([support, query]), torch.cat([support_labels, query_labels])
+            data = torch.cat([support, query])
+            labels = torch.cat([support_labels, query_labels])
             order = torch.argsort(labels, stable=True)
             yield data[order], labels[order]
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[tuple[Tensor, Tensor]], count: int, shots: int) -> Episodes:
-        """Take the first ``count`` tasks of learn2learn's ``Taskset``, or of anything that yields
-        ``(data, labels)``.
+        """Make episodes of the first ``count`` tasks, such as those of learn2learn's ``Taskset``.
 
         Args:
-            tasks: What yields the tasks. Labels may be any integers; the classes of a task are
-                numbered by their order.
-            count: How many episodes to take.
-            shots: How many examples of each class, its first ones, are the support; the others are
+            tasks: Any iterable of ``(data, labels)``. Labels may be any integers; the classes of a
+                task are numbered in increasing order.
+            count: The number of episodes.
+            shots: The first ``shots`` examples of each class are the support, the others are
                 queries.
         """
         call = f"Episodes.from_tasks(count={count}, shots={shots})"
@@ -74,8 +72,8 @@ class Episodes(NamedTuple):
 def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
     if not isinstance(task, (tuple, list)) or len(task) != 2 or len(task[0]) != len(task[1]):
         raise TypeError(f"{call} must be a pair (data, labels) of the same length.")
-    data, given = torch.as_tensor(task[0]).float(), torch.as_tensor(task[1])
-    classes, labels = torch.unique(given, return_inverse=True)
+    data = torch.as_tensor(task[0]).float()
+    classes, labels = torch.unique(torch.as_tensor(task[1]), return_inverse=True)
     places = [(labels == label).nonzero().reshape(-1) for label in range(len(classes))]
     sizes = sorted({len(place) for place in places})
     if len(places) < 2 or len(sizes) > 1 or sizes[0] <= shots:
@@ -84,29 +82,29 @@ def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
             "needs at least two classes, each with the same number of examples, more than the "
             f"{shots} of the support."
         )
-    support, query = torch.cat([p[:shots] for p in places]), torch.cat([p[shots:] for p in places])
+    support = torch.cat([place[:shots] for place in places])
+    query = torch.cat([place[shots:] for place in places])
     return data[support], labels[support], data[query], labels[query]
 
 
 def draw_episode(
     images: Tensor, ways: int, shots: int, queries: int, key: str
 ) -> tuple[Tensor, ...]:
-    """Draw one episode from images of shape (classes, examples, C, H, W): as many of each class, no
-    example twice.
+    """Draw one episode: random classes, and random examples of each without repetition.
 
     Args:
-        images: What to draw from.
+        images: The images of all classes, (classes, examples, C, H, W).
         ways: The number of classes.
         shots: Support examples of each class.
         queries: Query examples of each class.
-        key: Decides the draw: the same key gives the same episode, whatever was drawn before.
+        key: The seed: the same key gives the same episode, whatever was drawn before.
     """
-    # Python's generator takes text as its seed, by a hash that is the same everywhere; torch's
-    # takes 32 bits.
-    dice = random.Random(key)
-    classes = dice.sample(range(len(images)), ways)
+    # Python's generator accepts text as its seed and hashes it the same way on every machine;
+    # torch's generator accepts only 32 bits.
+    generator = random.Random(key)
+    classes = generator.sample(range(len(images)), ways)
     examples = torch.stack(
-        [images[c][dice.sample(range(images.shape[1]), shots + queries)] for c in classes]
+        [images[c][generator.sample(range(images.shape[1]), shots + queries)] for c in classes]
     )
     labels = torch.arange(ways)
     return (
@@ -118,16 +116,15 @@ def draw_episode(
 
 
 class EpisodeData(FullBatchDataModule):
-    """Fixed few-shot episodes: of training classes for both levels, of unseen classes for
-    validation and test.
+    """Fixed few-shot episodes; validation and test use classes that training does not see.
 
-    The batch of the upper level f is the query sets, ``(images, labels, index)`` with the number of
-    each episode; that of the lower level g is the support sets, likewise. At a validation the
-    module is given the :class:`Episodes` of the validation classes as loader 0, and those of the
-    test classes as loader 1. Images are float32 of shape (E, N, C, H, W).
+    The upper level f has the query sets as its batch, ``(images, labels, index)``, where the index
+    numbers the episodes. The lower level g has the support sets in the same form. Validation uses
+    the :class:`Episodes` of the validation classes as loader 0, and those of the test classes as
+    loader 1. Images are float32 of shape (E, N, C, H, W).
 
-    This is the base of the ready data sets; a subclass defines :meth:`load`. Episode i of a split
-    depends on the seed, the split and i alone.
+    This is the base class of the ready data sets; a subclass defines :meth:`load`. Episode i of a
+    split depends only on the seed, the split and i.
 
     Args:
         ways: Classes of an episode.
@@ -138,14 +135,14 @@ class EpisodeData(FullBatchDataModule):
         n_test: Test episodes.
         train_classes: Classes of the training split.
         validation_classes: Classes of the validation split.
-        test_classes: Classes of the test split; None takes all that are left.
+        test_classes: Classes of the test split; None takes all remaining ones.
         split_seed: Decides which class is in which split.
         seed: Decides the episodes.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
-            progress bar have their turn.
+        epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
+            at the end of an epoch.
 
     Attributes:
-        image_shape: The shape of an image, (C, H, W). From ``setup`` on.
+        image_shape: The shape of an image, (C, H, W). Set by ``setup``.
     """
 
     image_shape: tuple[int, ...]
@@ -179,15 +176,19 @@ class EpisodeData(FullBatchDataModule):
             "validation_classes": validation_classes,
             "test_classes": test_classes,
         }
-        for name, there in classes.items():
-            if there is not None and there < ways:
+        for name, count in classes.items():
+            if count is not None and count < ways:
                 raise ValueError(
-                    f"`{type(self).__name__}(ways={ways}, {name}={there})`: an episode needs "
+                    f"`{type(self).__name__}(ways={ways}, {name}={count})`: an episode needs "
                     f"{ways} classes."
                 )
-        self.ways, self.shots, self.queries = ways, shots, queries
+        self.ways = ways
+        self.shots = shots
+        self.queries = queries
         self.counts = dict(zip(SPLITS, (n_train, n_validation, n_test), strict=True))
-        self.split_sizes, self.split_seed, self.seed = classes, split_seed, seed
+        self.split_sizes = classes
+        self.split_seed = split_seed
+        self.seed = seed
 
     @property
     def n_train(self) -> int:
@@ -195,13 +196,13 @@ class EpisodeData(FullBatchDataModule):
         return self.counts["train"]
 
     def load(self) -> Tensor:
-        """Return all images, (classes, examples, C, H, W), ink 1 on paper 0."""
+        """Return all images, (classes, examples, C, H, W); ink is 1, paper is 0."""
         raise NotImplementedError(
             f"`{type(self).__name__}` must define `load()`: it returns the images of all classes."
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the images and draw the episodes; once, as every stage has the same."""
+        """Load the images and draw the episodes, once: all stages use the same data."""
         if self.lower is not None:
             return
         images = self.load()
@@ -214,19 +215,21 @@ class EpisodeData(FullBatchDataModule):
         index = torch.arange(len(train.support))
         self.upper = (train.query, train.query_labels, index)
         self.lower = (train.support, train.support_labels, index)
-        self.validation, self.test = episodes["validation"], episodes["test"]
+        self.validation = episodes["validation"]
+        self.test = episodes["test"]
 
     def val_dataloader(self) -> list[Repeated]:
         """Return the validation episodes and the test episodes."""
         return [self._loader(episodes, 1) for episodes in (self.validation, self.test)]
 
     def _class_splits(self, images: Tensor) -> list[Tensor]:
-        sizes, call = list(self.split_sizes.values()), type(self).__name__
-        asked = sum(size if size is not None else self.ways for size in sizes)
-        if asked > len(images):
-            given = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
+        call = type(self).__name__
+        sizes = list(self.split_sizes.values())
+        needed = sum(self.ways if size is None else size for size in sizes)
+        if needed > len(images):
+            arguments = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
             raise ValueError(
-                f"`{call}({given})` with ways={self.ways} needs {asked:,} classes: there are "
+                f"`{call}({arguments})` with ways={self.ways} needs {needed:,} classes: there are "
                 f"{len(images):,}."
             )
         if self.shots + self.queries > images.shape[1]:
@@ -234,9 +237,8 @@ class EpisodeData(FullBatchDataModule):
                 f"`{call}(shots={self.shots}, queries={self.queries})` needs "
                 f"{self.shots + self.queries} examples of each class: there are {images.shape[1]}."
             )
-        order = torch.randperm(
-            len(images), generator=torch.Generator().manual_seed(self.split_seed)
-        )
+        generator = torch.Generator().manual_seed(self.split_seed)
+        order = torch.randperm(len(images), generator=generator)
         rest = len(images) - sum(size or 0 for size in sizes)
         lengths = [rest if size is None else size for size in sizes]
         return [images[part] for part in torch.split(order[: sum(lengths)], lengths)]
@@ -250,7 +252,7 @@ class EpisodeData(FullBatchDataModule):
 
 
 class TaskEpisodes(EpisodeData):
-    """Episodes that come as they are, such as from learn2learn's ``Taskset``.
+    """Ready-made episodes, such as those from learn2learn's ``Taskset``.
 
     Args:
         train: The training episodes.
@@ -290,5 +292,5 @@ class TaskEpisodes(EpisodeData):
         self.image_shape = tuple(train.support.shape[2:])
 
     def setup(self, stage: str | None = None) -> None:
-        """Take the episodes as they are."""
+        """Set the batches of both levels, and the validation and test episodes."""
         self._set(self.given)

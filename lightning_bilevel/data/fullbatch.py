@@ -1,4 +1,4 @@
-"""Full-batch data: the same batch at every step, neither collated nor moved again."""
+"""Full-batch data: every step gets the same batch, which is collated and moved only once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["FullBatchDataModule"]
 
 
 class Repeated:
-    """A loader that yields one and the same object a number of times.
+    """A loader that yields the same object several times.
 
-    It is not a DataLoader, whose sampler, fetcher and collation cost more than a small step of a
-    solver.
+    It is not a DataLoader: the sampler, fetcher and collation of one cost more than a small step of
+    a solver.
     """
 
     def __init__(self, batch: Any, length: int) -> None:
-        self.batch, self.length = batch, length
+        self.batch = batch
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -36,9 +37,7 @@ class Repeated:
         return repeat(self.batch, self.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that a run can resume in the middle of an epoch: its batches are all the
-        same.
-        """
+        """Tell Lightning that a run can resume within an epoch: all batches are the same."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -46,29 +45,29 @@ class Repeated:
 
 
 class NoValidation(Repeated):
-    """A loader without a batch, at which Lightning skips validation."""
+    """A loader without batches, so that Lightning skips validation."""
 
     def __init__(self) -> None:
         super().__init__({}, 0)
-        # Lightning asks whether that was the intention; it was.
+        # Lightning warns about an empty loader, but this one is empty on purpose.
         warnings.filterwarnings(
             "ignore", message="Total length of `NoValidation` across ranks is zero"
         )
 
 
 class FullBatchDataModule(LightningDataModule):
-    """Hands out the same full batch at each step: one batch is one outer iteration.
+    """Yields the same full batch at each step: one batch is one outer iteration.
 
-    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``; a problem
-    without data needs none, and its steps are given ``{}``.
+    A subclass sets ``upper``, ``lower``, ``validation`` and ``test`` in its ``setup``. A problem
+    without data needs none of them; the batch of its steps is ``{}``.
 
     Args:
         upper: The batch of the upper level, or its chunks.
         lower: The batch of the lower level, or its chunks.
-        validation: The batch that ``validation_step`` is given; without one there is no validation.
-        test: The batch that ``test_step`` and ``predict_step`` are given.
-        epoch_length: Outer iterations per epoch, after which validation, checkpoints and the
-            progress bar have their turn.
+        validation: The batch of ``validation_step``; without one there is no validation.
+        test: The batch of ``test_step`` and ``predict_step``.
+        epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
+            at the end of an epoch.
     """
 
     def __init__(
@@ -85,13 +84,15 @@ class FullBatchDataModule(LightningDataModule):
             raise ValueError(
                 f"`{type(self).__name__}(epoch_length={epoch_length})` must be at least 1."
             )
-        self.upper, self.lower, self.validation, self.test = upper, lower, validation, test
+        self.upper = upper
+        self.lower = lower
+        self.validation = validation
+        self.test = test
         self.epoch_length = epoch_length
 
     def train_dataloader(self) -> Repeated:
-        if self.trainer is not None and any(
-            isinstance(c, BatchSizeFinder) for c in self.trainer.callbacks
-        ):  # type: ignore[attr-defined]
+        callbacks = getattr(self.trainer, "callbacks", ())
+        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
             raise MisconfigurationException(
                 f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no "
                 "batch size to find. `Chunks` evaluates a batch that is larger than memory."
@@ -101,8 +102,7 @@ class FullBatchDataModule(LightningDataModule):
         if len(missing) == 1:
             raise MisconfigurationException(
                 f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: "
-                f"give `{missing[0]}` too, "
-                "`{}` if its loss needs no data."
+                f"give `{missing[0]}` too, `{{}}` if its loss needs no data."
             )
         return self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
 
@@ -123,7 +123,7 @@ class FullBatchDataModule(LightningDataModule):
         return self._loader(self._batch_of("test"), 1)
 
     def predict_dataloader(self) -> Repeated:
-        """Return what is tested on."""
+        """Return the test set."""
         if self.test is None:
             raise MisconfigurationException(
                 f"`{type(self).__name__}` has no test set, which is what it predicts: give it one, "
@@ -134,33 +134,29 @@ class FullBatchDataModule(LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        return batch  # it is there already
+        return batch  # `_loader` has moved it
 
     def _has(self, name: str) -> bool:
-        """Whether there is such a batch; a problem without any data is validated and tested all the
-        same.
-        """
+        """Whether to validate or test; a problem without any data needs no batch for that."""
         return getattr(self, name) is not None or (self.upper is None and self.lower is None)
 
     def _batch_of(self, name: str) -> Any:
         batch = getattr(self, name)
         if isinstance(batch, (DataLoader, CombinedLoader, Dataset)):
-            kind, call = type(batch).__name__, type(self).__name__
-            way = (
-                'pass `{"upper": loader, "lower": loader}` to `Trainer.fit`'
-                if name in ("upper", "lower")
-                else "pass the loader to the Trainer"
-            )
+            if name in ("upper", "lower"):
+                advice = 'pass `{"upper": loader, "lower": loader}` to `Trainer.fit`'
+            else:
+                advice = "pass the loader to the Trainer"
             raise MisconfigurationException(
-                f"`{call}({name}=...)` is a {kind}: it must be a batch, which is handed out as it "
-                "is. Give its tensors, such as `(inputs, labels)`; or, for batches that change, "
-                f"{way}."
+                f"`{type(self).__name__}({name}=...)` is a {type(batch).__name__}: it must be a "
+                "batch, which is handed out as it is. Give its tensors, such as `(inputs, "
+                f"labels)`; or, for batches that change, {advice}."
             )
         return batch
 
     def _loader(self, batch: Any, length: int) -> Repeated:
         if self.trainer is not None:
-            # Once here, so that the Trainer finds nothing left to convert or to move at any step.
+            # Convert and move the batch once here, so that no step has to do it.
             batch = self.trainer.precision_plugin.convert_input(batch)
             batch = move_data_to_device(batch, self.trainer.strategy.root_device)
         return Repeated({} if batch is None else batch, length)

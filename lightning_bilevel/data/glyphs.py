@@ -1,6 +1,4 @@
-"""Glyphs: characters of random strokes that we draw ourselves, so that few-shot learning runs
-without a download.
-"""
+"""Glyphs: characters drawn from random strokes, so few-shot learning needs no download."""
 
 from __future__ import annotations
 
@@ -13,28 +11,30 @@ from lightning_bilevel.data.episodes import EpisodeData
 
 __all__ = ["GlyphEpisodes", "draw_glyphs"]
 
-# A pen's radius, and the width over which its ink fades, in parts of the image.
-_PEN, _FADE = 0.035, 0.015
+# The radius of the pen, and the width over which its ink fades, as fractions of the image.
+_PEN = 0.035
+_FADE = 0.015
+# Points along a stroke.
 _POINTS = 40
 
 
 def draw_glyphs(classes: int, drawings: int, size: int = 28, seed: int = 0) -> Tensor:
-    """Draw characters of two to four random Bezier strokes, each several times with an unsteady
-    hand.
+    """Draw characters of two to four random Bezier strokes, each several times with variations.
 
     Args:
-        classes: How many characters.
-        drawings: Drawings of each.
+        classes: The number of characters.
+        drawings: Drawings of each character.
         size: Height and width of an image.
-        seed: Decides the characters and the hand; character i depends on the seed and i alone.
+        seed: Decides the characters and their variations; character i depends only on the seed and
+            i.
 
     Returns:
-        Images of shape (classes, drawings, 1, size, size), ink 1 on paper 0.
+        Images of shape (classes, drawings, 1, size, size); ink is 1, paper is 0.
     """
     axis = (torch.arange(size) + 0.5) / size
     pixels = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
     t = torch.linspace(0, 1, _POINTS).reshape(-1, 1)
-    # Cubic Bezier curve: the weights of its four control points along it.
+    # The weights of the four control points along a cubic Bezier curve.
     weights = torch.cat([(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3], dim=1)
     return torch.stack(
         [_draw(drawings, size, pixels, weights, seed * 1_000_003 + i) for i in range(classes)]
@@ -49,23 +49,20 @@ def _draw(drawings: int, size: int, pixels: Tensor, weights: Tensor, key: int) -
 
     strokes = int(torch.randint(2, 5, (), generator=generator))
     controls = 0.15 + 0.7 * torch.rand(strokes, 4, 2, generator=generator)
-    hand = controls + 0.025 * normal(drawings, strokes, 4, 2)
-    angle, scale, shift = (
-        0.15 * normal(drawings),
-        1 + 0.08 * normal(drawings),
-        0.04 * normal(drawings, 1, 2),
-    )
-    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(
-        -1, 2, 2
-    ) * scale.reshape(-1, 1, 1)
-    points = (weights @ hand).flatten(1, 2)
-    points = (points - 0.5) @ turn + 0.5 + shift
+    varied = controls + 0.025 * normal(drawings, strokes, 4, 2)
+    angle = 0.15 * normal(drawings)
+    scale = 1 + 0.08 * normal(drawings)
+    shift = 0.04 * normal(drawings, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    rotation = torch.stack([cos, -sin, sin, cos], -1).reshape(-1, 2, 2)
+    points = (weights @ varied).flatten(1, 2)
+    points = (points - 0.5) @ (rotation * scale.reshape(-1, 1, 1)) + 0.5 + shift
     distance = torch.cdist(pixels, points, compute_mode="donot_use_mm_for_euclid_dist").amin(-1)
     return torch.sigmoid((_PEN - distance) / _FADE).reshape(drawings, 1, size, size)
 
 
 class GlyphEpisodes(EpisodeData):
-    """Few-shot episodes of drawn glyphs: nothing to download.
+    """Few-shot episodes of drawn glyphs, without a download.
 
     Args:
         image_size: The height and width of an image.
@@ -96,7 +93,9 @@ class GlyphEpisodes(EpisodeData):
         for name, value in (("image_size", image_size), ("drawings", drawings)):
             if value < 1:
                 raise ValueError(f"`GlyphEpisodes({name}={value})` must be at least 1.")
-        self.image_size, self.drawings, self.glyph_seed = image_size, drawings, glyph_seed
+        self.image_size = image_size
+        self.drawings = drawings
+        self.glyph_seed = glyph_seed
 
     def load(self) -> Tensor:
         """Draw all glyphs."""

@@ -1,6 +1,4 @@
-"""Ready data for hyper-cleaning: MNIST, FashionMNIST, and the digits that scikit-learn brings
-along.
-"""
+"""Ready data for hyper-cleaning: MNIST, FashionMNIST, and the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ class MNISTCleaning(CleaningData):
     """MNIST with wrong training labels; the defaults are the paper's.
 
     Training and validation samples come from the 60,000 official training images, test samples from
-    the 10,000 official test images. What is not in the root yet is downloaded to it.
+    the 10,000 official test images. Missing files are downloaded to the root.
 
     Args:
-        root: The folder that has the data set as torchvision puts it there (in ``MNIST/raw`` or
-            ``FashionMNIST/raw``), or is to have it; None takes the environment variable
-            LIGHTNING_BILEVEL_DATA, or else ``data``.
+        root: The folder of the data, laid out as by torchvision (``MNIST/raw`` or
+            ``FashionMNIST/raw``). None takes the environment variable LIGHTNING_BILEVEL_DATA, or
+            else ``data``.
         options: The arguments of :class:`CleaningData`.
     """
 
@@ -40,7 +38,7 @@ class MNISTCleaning(CleaningData):
         self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
 
     def prepare_data(self) -> None:
-        """Download the files, unless they are there."""
+        """Download the files if they are missing."""
         self._official(train=True, download=True)
 
     def load(self, generator: torch.Generator) -> Splits:
@@ -56,8 +54,7 @@ class MNISTCleaning(CleaningData):
         datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
         try:
             dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
-        # What torchvision, and the libraries below it, raise for a failed download and for files
-        # that are broken.
+        # torchvision and its libraries raise these for failed downloads and broken files.
         except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
             tried = "a download did not help" if download else "only `prepare_data()` downloads it"
             raise MisconfigurationException(
@@ -71,13 +68,11 @@ class MNISTCleaning(CleaningData):
 
 
 class FashionMNISTCleaning(MNISTCleaning):
-    """FashionMNIST with wrong training labels; the defaults are the paper's. As
-    :class:`MNISTCleaning` in all else.
+    """FashionMNIST with wrong training labels; otherwise the same as :class:`MNISTCleaning`.
 
     Args:
-        root: The folder that has the data set as torchvision puts it there (in
-            ``FashionMNIST/raw``), or is to have it; None takes the environment variable
-            LIGHTNING_BILEVEL_DATA, or else ``data``.
+        root: The folder of the data, laid out as by torchvision (``FashionMNIST/raw``). None takes
+            the environment variable LIGHTNING_BILEVEL_DATA, or else ``data``.
         options: The arguments of :class:`CleaningData`.
     """
 
@@ -85,8 +80,7 @@ class FashionMNISTCleaning(MNISTCleaning):
 
 
 class DigitsCleaning(CleaningData):
-    """The 1,797 handwritten digits that scikit-learn brings along (8 x 8 pixels) with wrong
-    training labels.
+    """The 1,797 handwritten digits of scikit-learn (8 x 8 pixels) with wrong training labels.
 
     Args:
         n_train: The number of training samples.
@@ -101,9 +95,8 @@ class DigitsCleaning(CleaningData):
         super().__init__(n_train=n_train, n_validation=n_validation, **options)
 
     def load(self, generator: torch.Generator) -> Splits:
-        digits = optional_import(
-            "sklearn.datasets", "scikit-learn", type(self).__name__
-        ).load_digits()
+        call = type(self).__name__
+        digits = optional_import("sklearn.datasets", "scikit-learn", call).load_digits()
         samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
         sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
-        return Splits(*draw(type(self).__name__, samples, sizes, generator))
+        return Splits(*draw(call, samples, sizes, generator))

@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ __all__ = ["OmniglotEpisodes"]
 
 # images_background/<alphabet>/<character>/<drawing>.png
 _MEMBER = re.compile(r"(images_background|images_evaluation)/[^/]+/[^/]+/[^/]+\.png")
-# A drawing takes some hundred bytes; what claims to be larger than this is not one.
+# A drawing has some hundred bytes; a larger file is not a drawing and is skipped.
 _MAX_BYTES = 1 << 20
 
 Reader = Callable[[], bytes]
@@ -35,12 +36,12 @@ class OmniglotEpisodes(EpisodeData):
 
     The drawings come from ``omniglot-py`` in the root: the archives ``images_background.zip`` and
     ``images_evaluation.zip`` as torchvision downloads them, or the two folders of the same names.
-    What is not there is downloaded. Drawings are made small once and kept in the user's cache
+    Missing archives are downloaded. The drawings are resized once and stored in the user's cache
     folder (``XDG_CACHE_HOME``, or ``~/.cache``).
 
     Args:
-        root: The folder that has ``omniglot-py``, or is to have it; None takes the environment
-            variable LIGHTNING_BILEVEL_DATA, or else ``data``.
+        root: The folder of ``omniglot-py``; None takes the environment variable
+            LIGHTNING_BILEVEL_DATA, or else ``data``.
         image_size: The height and width of an image.
         options: The arguments of :class:`~lightning_bilevel.data.episodes.EpisodeData`.
     """
@@ -66,11 +67,11 @@ class OmniglotEpisodes(EpisodeData):
 
     @property
     def folder(self) -> Path:
-        """Where the archives are."""
+        """The folder of the archives."""
         return self.root / "omniglot-py"
 
     def prepare_data(self) -> None:
-        """Download the archives, unless they are there."""
+        """Download the archives if they are missing."""
         missing = [
             part
             for part in self.CLASSES
@@ -89,7 +90,7 @@ class OmniglotEpisodes(EpisodeData):
                 ) from error
 
     def load(self) -> Tensor:
-        """Return all drawings, (1623, 20, 1, size, size), ink 1 on paper 0."""
+        """Return all drawings, (1623, 20, 1, size, size); ink is 1, paper is 0."""
         readers: dict[str, Reader] = {}
         digest = hashlib.sha256(f"omniglot {self.image_size}".encode())
         for part in self.CLASSES:
@@ -111,10 +112,12 @@ class OmniglotEpisodes(EpisodeData):
         return self.folder / f"{part}.zip"
 
     def _members(self, part: str) -> Iterator[tuple[str, str, Reader]]:
-        """Yield name, fingerprint and reader of each drawing; nothing is written anywhere, so no
-        name can lead astray.
+        """Yield the name, fingerprint and reader of each drawing.
+
+        No file is extracted, so a name in an archive cannot make us write to another folder.
         """
-        archive, folder = self._archive(part), self.folder / part
+        archive = self._archive(part)
+        folder = self.folder / part
         if archive.exists():
             try:
                 file = zipfile.ZipFile(archive)
@@ -125,11 +128,7 @@ class OmniglotEpisodes(EpisodeData):
                 ) from error
             for info in file.infolist():
                 if _MEMBER.fullmatch(info.filename) and info.file_size <= _MAX_BYTES:
-                    yield (
-                        info.filename,
-                        f"{info.CRC:08x}",
-                        lambda file=file, info=info: _read(file, info),
-                    )  # type: ignore[misc]
+                    yield info.filename, f"{info.CRC:08x}", partial(_read, file, info)
         elif folder.is_dir():
             for path in folder.glob("*/*/*.png"):
                 about = path.stat()
@@ -194,11 +193,9 @@ def _cache_folder() -> Path:
 
 
 def _keep(path: Path, images: Tensor) -> None:
-    """Write the cache, whole or not at all; without it the drawings are decoded again the next
-    time.
-    """
+    """Write the cache, completely or not at all; without it the next run decodes again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: torch.save(images, file))
-    except (OSError, RuntimeError):  # what torch raises for a full or read-only disk
+    except (OSError, RuntimeError):  # torch raises either for a full or read-only disk
         return

@@ -28,12 +28,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
-# jsonargparse reads the arguments of a subclass of `Dataset` from YAML, but not those of a subclass
-# of `Dataset[Any]`
 else:
+    # jsonargparse reads a subclass of `Dataset` from YAML, but not one of `Dataset[Any]`.
     AnyDataset = Dataset
 
-# The environment variable that names the folder where data sets already are.
+# The environment variable that names the folder of the data sets.
 DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 
 Samples = tuple[Tensor, Tensor]
@@ -41,7 +40,7 @@ Samples = tuple[Tensor, Tensor]
 
 
 def optional_import(module: str, package: str, call: str) -> Any:
-    """Import a module of a package that is not among the library's own requirements."""
+    """Import a module of an optional package; if it is missing, say how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -52,10 +51,10 @@ def optional_import(module: str, package: str, call: str) -> Any:
 
 
 def as_images(call: str, images: Tensor) -> Tensor:
-    """Return images as float32 of shape (N, C, H, W): bytes are divided by 255, a missing channel
-    is added.
+    """Return images as float32 of shape (N, C, H, W).
 
-    Vectors of features stay vectors, and floats stay as they are.
+    Bytes are divided by 255, floats are not rescaled. A missing channel is added; vectors of
+    features stay vectors.
     """
     if images.dtype == torch.uint8:
         images = images.float() / 255
@@ -67,7 +66,7 @@ def as_images(call: str, images: Tensor) -> Tensor:
 
 
 def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
-    """Return labels as int64, one for each of the n images and each the number of a class."""
+    """Return labels as int64; refuse them unless each of the n images has a valid class."""
     if labels.is_floating_point():
         raise TypeError(
             f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the "
@@ -95,16 +94,18 @@ def draw(
     """Draw disjoint parts in random order.
 
     Args:
-        call: The name of the class that was given the sizes, for the error.
-        samples: What to draw from.
-        sizes: The size of each part by the name of its argument; None takes all that is left.
+        call: The name of the class whose arguments the sizes are, for the error.
+        samples: The samples to draw from.
+        sizes: The size of each part by the name of its argument; None takes the rest.
         generator: The source of randomness.
     """
     images, labels = samples
     needed = sum(size or 1 for size in sizes.values())
     if needed > len(labels):
-        asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"`{call}({asked})` needs {needed:,} samples: there are {len(labels):,}.")
+        arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"`{call}({arguments})` needs {needed:,} samples: there are {len(labels):,}."
+        )
     rest = len(labels) - sum(size or 0 for size in sizes.values())
     order = torch.randperm(len(labels), generator=generator)
     lengths = [rest if size is None else size for size in sizes.values()]
@@ -112,9 +113,7 @@ def draw(
 
 
 def length(call: str, dataset: AnyDataset) -> int:
-    """Return the number of samples of a Dataset that can be read, which is one that knows it and
-    has any.
-    """
+    """Return the number of samples of a Dataset; refuse one without a length or without samples."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and "
@@ -128,21 +127,20 @@ def length(call: str, dataset: AnyDataset) -> int:
 
 
 def read_dataset(call: str, dataset: AnyDataset) -> Samples:
-    """Return the samples of a Dataset of (image, label) pairs, the images as :func:`as_images`
-    gives them.
-    """
+    """Return the samples of a Dataset of (image, label) pairs; images as in :func:`as_images`."""
     images, labels = _tensors(call, dataset) or _stacked(call, dataset)
     return as_images(call, images), labels
 
 
 def _tensors(call: str, dataset: AnyDataset) -> Samples | None:
-    """Return what a TensorDataset, or a Subset of one, holds: no need to take it apart and put it
-    together again.
-    """
-    if type(dataset) is Subset and (whole := _tensors(call, dataset.dataset)) is not None:
+    """Return the tensors of a TensorDataset, or of a Subset of one, without reading each sample."""
+    if type(dataset) is Subset:
+        whole = _tensors(call, dataset.dataset)
+        if whole is None:
+            return None
         indices = torch.as_tensor(dataset.indices)
         return whole[0][indices], whole[1][indices]
-    if type(dataset) is not TensorDataset:  # a subclass may do more than look up
+    if type(dataset) is not TensorDataset:  # a subclass may change the samples that it returns
         return None
     if len(dataset.tensors) != 2:
         raise TypeError(
@@ -197,9 +195,7 @@ def _size(image: Tensor) -> str:
 
 
 def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
-    """Return the pairs (index in first, index in second) of equal images, in the order of the
-    second.
-    """
+    """Return the pairs (index in first, index in second) of equal images, sorted by the second."""
 
     def digests(images: Tensor) -> list[bytes]:
         return [

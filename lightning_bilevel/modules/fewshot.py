@@ -1,4 +1,4 @@
-"""Few-shot learning: features such that linear heads fitted on a few examples generalise."""
+"""Few-shot learning: learn features on which linear heads generalise from a few examples."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ class FewShot(BilevelModule):
     :math:`S_i` of task i, x in [-5, 5] and y in [-20, 20]. The lower level is convex in y, so the
     constraint qualification holds for each delta.
 
-    Validation logs the query loss and error of heads that are fitted anew to unseen classes, by 10
-    gradient steps of 0.1:
-    ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
+    Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
+    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
 
     Args:
         tasks: The number of training episodes, T.
         ways: Classes of an episode.
         channels: Channels of each convolution.
         image_size: Height and width of an image.
-        chunk_images: How many images are evaluated at once: enough to keep the cores busy, few
-            enough that what a chunk leaves for the backward pass stays in their caches. Values and
-            gradients are those of the whole batch.
-        lower_unit: The unit that the solver measures y in. Losses are means over tasks, so a
-            gradient in y shrinks as 1/T: settings for 128 tasks need about sqrt(T/128).
+        chunk_images: The number of images that are evaluated at once: enough to keep the cores
+            busy, few enough that the tensors saved for the backward pass fit into the caches. The
+            chunk size does not change the loss or its gradient.
+        lower_unit: The unit of y for the solver. Losses are means over tasks, so the gradient in y
+            shrinks as 1/T: solver settings for 128 tasks need a unit of about sqrt(T/128).
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
         solver: The solver and its arguments.
@@ -81,12 +80,10 @@ class FewShot(BilevelModule):
             )
         if chunk_images < 1:
             raise ValueError(f"`FewShot(chunk_images={chunk_images})` must be at least 1.")
-        self.tasks, self.ways, self.image_size, self.chunk_images = (
-            tasks,
-            ways,
-            image_size,
-            chunk_images,
-        )
+        self.tasks = tasks
+        self.ways = ways
+        self.image_size = image_size
+        self.chunk_images = chunk_images
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
         self.declare(
@@ -97,7 +94,9 @@ class FewShot(BilevelModule):
             lower_unit=lower_unit,
             solver=solver,
             envelope=envelope,
-            qualification="holds: the lower level is convex (linear softmax heads), so for each delta > 0",
+            qualification=(
+                "holds: the lower level is convex (linear softmax heads), so for each delta > 0"
+            ),
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class FewShot(BilevelModule):
         return _loss(self.heads(self.encoder(images), index), labels)
 
     def lower_features(self, batch: Any) -> Tensor:
-        """The features of the support sets, which is all of g that depends on x."""
+        """The features of the support sets: g depends on x only through them."""
         features: Tensor = self(batch[0])
         return features
 
@@ -128,12 +127,12 @@ class FewShot(BilevelModule):
         return super().bilevel_problem(batch)
 
     def _in_chunks(self, batch: Any) -> Chunks:
-        chunks, parts, weights = as_chunks(batch), [], []
+        chunks = as_chunks(batch)
+        parts = []
+        weights = []
         for whole, share in zip(chunks.batches, chunks.shares, strict=True):
-            for part in zip(
-                *(torch.split(tensor, self._tasks_at_once(whole[0])) for tensor in whole),
-                strict=True,
-            ):
+            size = self._tasks_at_once(whole[0])
+            for part in zip(*(torch.split(tensor, size) for tensor in whole), strict=True):
                 parts.append(part)
                 weights.append(share * len(part[0]) / len(whole[0]))
         return Chunks(parts, weights)
@@ -142,17 +141,17 @@ class FewShot(BilevelModule):
         return max(1, self.chunk_images // int(images.shape[1]))
 
     def setup(self, stage: str) -> None:
-        """Refuse data that do not fit the module before anything is trained."""
+        """Before training, refuse data that do not fit the module."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        for mine, theirs, what in (
+        for argument, data_attribute, what in (
             ("tasks", "n_train", "training episodes"),
             ("ways", "ways", "classes in an episode"),
         ):
-            given = getattr(data, theirs, getattr(self, mine))
-            if given != getattr(self, mine):
+            expected = getattr(self, argument)
+            actual = getattr(data, data_attribute, expected)
+            if actual != expected:
                 raise MisconfigurationException(
-                    f"`FewShot({mine}={getattr(self, mine)})` was given {given} {what}: they must "
-                    "agree."
+                    f"`FewShot({argument}={expected})` was given {actual} {what}: they must agree."
                 )
         shape = getattr(data, "image_shape", None)
         if shape is not None and tuple(shape) != (1, self.image_size, self.image_size):
@@ -162,9 +161,7 @@ class FewShot(BilevelModule):
             )
 
     def predict(self, episodes: Episodes) -> Tensor:
-        """Return the logits (E, N, ways) of the queries by heads that are fitted anew to the
-        supports.
-        """
+        """Fit new heads to the support sets and return the logits (E, N, ways) of the queries."""
         weight, bias = adapt(self(episodes.support), episodes.support_labels, self.ways)
         return torch.baddbmm(bias.unsqueeze(1), self(episodes.query), weight.transpose(1, 2))
 
@@ -180,7 +177,7 @@ class FewShot(BilevelModule):
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
         logits = self.predict(episodes)
         wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
-        # Processes have the same batch, or parts of it: either way the mean over them is right.
+        # Processes have the same batch or parts of it: the mean over them is right for both.
         options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
         self.log(f"{name}_loss", _loss(logits, episodes.query_labels), **options)
         self.log(f"{name}_error", wrong, **options)
@@ -197,9 +194,7 @@ class FewShot(BilevelModule):
                 )
 
     def episode_figure(self, episode: Episodes) -> Any:
-        """Draw one episode: in each row the support of a class and its queries, those in a frame
-        taken for another class.
-        """
+        """Draw one episode, one class per row; misclassified queries have a frame."""
         with torch.no_grad():
             logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
         return draw_episode(episode, logits[0].argmax(-1).tolist())

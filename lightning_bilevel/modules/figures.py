@@ -1,4 +1,4 @@
-"""The figures of the ready modules; matplotlib is imported by the functions that draw."""
+"""The figures of the ready modules; the functions import matplotlib when they draw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_bilevel.report.figures import PALETTE
 
 __all__ = ["draw_episode", "draw_samples"]
 
-_ACROSS = 8
+_COLUMNS = 8
 _WRONG = PALETTE["vermillion"]
 
 
@@ -23,15 +23,15 @@ def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int],
 
     Args:
         images: The images, (N, C, H, W).
-        given: Their given labels.
+        given: Their labels in the data.
         predicted: Their predicted labels.
-        title: What stands above all of them.
+        title: The title of the figure.
     """
     from matplotlib.figure import Figure
 
-    down = math.ceil(len(images) / _ACROSS)
-    figure = Figure(figsize=(_ACROSS * 1.1, down * 1.35), layout="constrained")
-    axes = list(figure.subplots(down, _ACROSS, squeeze=False).flat)
+    rows = math.ceil(len(images) / _COLUMNS)
+    figure = Figure(figsize=(_COLUMNS * 1.1, rows * 1.35), layout="constrained")
+    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
     for axis in axes:
         axis.set_axis_off()
     for axis, image, label, guess in zip(axes, images.cpu(), given, predicted, strict=False):
@@ -43,30 +43,33 @@ def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int],
 
 
 def draw_episode(episode: Episodes, guesses: Sequence[int]) -> Any:
-    """Draw one episode: in each row the support of a class and its queries.
+    """Draw one episode: each row has the support and the queries of one class.
 
-    A query that was taken for another class has a frame and the number of that class.
+    A misclassified query has a frame and the number of the predicted class.
 
     Args:
-        episode: The episode, as the only one of its tensors.
+        episode: The episode; E is 1.
         guesses: The predicted label of each query.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     support, support_labels, query, query_labels = (tensor[0].cpu() for tensor in episode)
-    ways, size = int(support_labels.max()) + 1, int(support.shape[-1])
-    # One picture of all images: as many axes as images would take seconds to draw.
-    side, columns = size + 4, (len(support) + len(query)) // ways
+    ways = int(support_labels.max()) + 1
+    size = int(support.shape[-1])
+    # All images go into one picture: one axis per image would take seconds to draw.
+    side = size + 4
+    columns = (len(support) + len(query)) // ways
     sheet = torch.zeros(ways * side, columns * side)
     figure = Figure(figsize=(0.6 * columns + 0.6, 0.6 * ways + 0.6), layout="constrained")
     axis = figure.subplots()
     for label in range(ways):
-        mine: list[tuple[Tensor, int | None]] = []
-        mine += [(support[i, 0], None) for i in _indices(support_labels, label)]
-        mine += [(query[i, 0], guesses[i]) for i in _indices(query_labels, label)]
-        for column, (image, guess) in enumerate(mine):
-            top, left = label * side + 2, column * side + 2
+        row: list[tuple[Tensor, int | None]] = []
+        row += [(support[i, 0], None) for i in _indices(support_labels, label)]
+        row += [(query[i, 0], guesses[i]) for i in _indices(query_labels, label)]
+        for column, (image, guess) in enumerate(row):
+            top = label * side + 2
+            left = column * side + 2
             sheet[top : top + size, left : left + size] = image
             if guess not in (None, label):
                 corner = left - 2, top - 2
@@ -74,20 +77,20 @@ def draw_episode(episode: Episodes, guesses: Sequence[int]) -> Any:
                     corner, side - 1, side - 1, fill=False, color=_WRONG, linewidth=1.5
                 )
                 axis.add_patch(frame)
-                place: Any = {"color": _WRONG, "fontsize": 9, "ha": "right", "va": "center"}
-                axis.text(left + size, top + 5, str(guess), **place)
+                style: Any = {"color": _WRONG, "fontsize": 9, "ha": "right", "va": "center"}
+                axis.text(left + size, top + 5, str(guess), **style)
     axis.imshow(sheet.numpy(), cmap="gray_r")
     axis.axvline(len(support) // ways * side - 0.5, color="0.5", linewidth=1)
-    axis.set_yticks([(row + 0.5) * side for row in range(ways)], [str(row) for row in range(ways)])
+    axis.set_yticks([(i + 0.5) * side for i in range(ways)], [str(i) for i in range(ways)])
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    wrong = sum(g != label for g, label in zip(guesses, query_labels.tolist(), strict=True))
+    wrong = sum(a != b for a, b in zip(guesses, query_labels.tolist(), strict=True))
     title = f"support | queries, {wrong} of {len(guesses)} taken for another class"
     figure.suptitle(title, fontsize=9)
     return figure
 
 
 def _indices(labels: Tensor, label: int) -> list[int]:
-    found: list[int] = (labels == label).nonzero().reshape(-1).tolist()
-    return found
+    indices: list[int] = (labels == label).nonzero().reshape(-1).tolist()
+    return indices

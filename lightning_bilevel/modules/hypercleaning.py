@@ -1,6 +1,4 @@
-"""Data hyper-cleaning: find mislabelled training samples, and train a classifier that is not fooled
-by them.
-"""
+"""Data hyper-cleaning: find mislabelled training samples and train a classifier despite them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["HyperCleaning"]
 
-# The paper's: |x_i| <= M and |y_j| <= B_y.
+# The paper's bounds M and B_y: |x_i| <= M and |y_j| <= B_y.
 BOUND = 100.0
 
 
@@ -36,21 +34,22 @@ class HyperCleaning(BilevelModule):
 
     with clean validation data V, noisy training labels :math:`\tilde q_i`, the sigmoid
     :math:`\sigma`, cross-entropy :math:`\ell`, and all variables in [-100, 100]. Weights start at
-    1/2; those of samples whose labels contradict the validation data fall.
+    1/2; the weight of a sample falls if its label contradicts the validation data.
 
-    Validation logs ``val_loss``, ``test_error`` and, where the data know which labels are wrong,
-    ``auroc``: how well low weights tell them.
+    Validation logs ``val_loss``, ``test_error`` and, if the data know which labels are wrong,
+    ``auroc``: how well low weights identify wrong labels.
 
     Args:
         n_train: The number of training samples, n.
         inputs: The number of pixels of an image.
-        hidden: The hidden units of the default classifier, a two-layer sigmoid network that starts
-            at 0.01 times normal.
+        hidden: The hidden units of the default classifier, a two-layer sigmoid network whose
+            parameters start at 0.01 times a standard normal.
         classes: The number of classes.
-        classifier: Another classifier, from images to one logit per class; it starts as it is.
-        upper_unit: The unit that the solver measures x in. The gradient in x is about n times
-            smaller than that in y, so with a unit of 1 the weights hardly move while the classifier
-            is trained; with some hundreds they separate.
+        classifier: Another classifier, from images to one logit per class; its parameters are the
+            start.
+        upper_unit: The unit of x for the solver. The gradient in x is about n times smaller than
+            the gradient in y. With a unit of 1 the weights hardly move while the classifier is
+            trained; with a unit of some hundreds they separate.
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
         solver: The solver and its arguments.
@@ -74,27 +73,28 @@ class HyperCleaning(BilevelModule):
             ("hidden", hidden),
             ("classes", classes),
         ):
-            if value < (2 if name == "classes" else 1):
-                raise ValueError(
-                    f"`HyperCleaning({name}={value})` must be at least "
-                    f"{2 if name == 'classes' else 1}."
-                )
+            least = 2 if name == "classes" else 1
+            if value < least:
+                raise ValueError(f"`HyperCleaning({name}={value})` must be at least {least}.")
         self.classes = classes
-        # The number of pixels, which a classifier of the user's own is not asked for.
+        # The number of pixels; it is not checked for the user's own classifier.
         self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
         self.classifier = (
             _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
         )
-        # Corollary on sigmoid sample weights: ENNAMCQ holds if delta > (2 B_y (d_h + 1) + log m) /
-        # (1 + e^M).
+        # The paper's corollary on sigmoid sample weights: ENNAMCQ holds if
+        # delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
         threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(BOUND))
 
         def qualification(envelope: Envelope) -> str:
             if classifier is not None:
                 return "not known for this classifier"
             holds, sign = ("holds", ">") if envelope.delta > threshold else ("not known", "<=")
-            return f"{holds}: delta = {envelope.delta:g} {sign} {threshold:.2g} (sigmoid weights, two-layer sigmoid network)"
+            return (
+                f"{holds}: delta = {envelope.delta:g} {sign} {threshold:.2g} "
+                "(sigmoid weights, two-layer sigmoid network)"
+            )
 
         self.declare(
             upper=self.logits,
@@ -113,7 +113,7 @@ class HyperCleaning(BilevelModule):
         return self.logits.detach().sigmoid()
 
     def suspicious(self, count: int) -> Tensor:
-        """Return the indices of the ``count`` training samples of lowest weight, the lowest first."""
+        """Return the indices of the ``count`` training samples of lowest weight, lowest first."""
         return torch.argsort(self.logits.detach())[:count]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -127,18 +127,18 @@ class HyperCleaning(BilevelModule):
         return cross_entropy(self.classifier(images), labels)
 
     def lower_outputs(self, batch: Any) -> Tensor:
-        """The loss of each noisy sample, which is all of g that depends on y."""
+        """The loss of each noisy sample: g depends on y only through them."""
         images, labels, _ = batch
         return cross_entropy(self.classifier(images), labels, reduction="none")
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The mean weighted loss on noisy data; a batch carries the indices of its samples."""
-        # index_select: the backward pass of plain indexing takes longer than the sigmoid and the
-        # mean together.
+        # The backward pass of plain indexing takes longer than the sigmoid and the mean together,
+        # so we use index_select.
         return (self.logits.index_select(0, batch[2]).sigmoid() * losses).mean()
 
     def setup(self, stage: str) -> None:
-        """Refuse data that do not fit the module before anything is trained."""
+        """Before training, refuse data that do not fit the module."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if getattr(data, "n_train", len(self.logits)) != len(self.logits):
             raise ValueError(
@@ -172,7 +172,7 @@ class HyperCleaning(BilevelModule):
         self._log_error(self(images), labels)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the logits of the classes; labels, if there are any, are not looked at."""
+        """Return the logits of the classes; labels are ignored."""
         logits: Tensor = self(batch[0])
         return logits
 
@@ -181,7 +181,7 @@ class HyperCleaning(BilevelModule):
         self._log("test_error", 1 - accuracy, len(labels), **options)
 
     def _log(self, name: str, value: Tensor, batch_size: int | None = None, **options: Any) -> None:
-        # Processes have the same batch, or parts of it: either way the mean over them is right.
+        # Processes have the same batch or parts of it: the mean over them is right for both.
         self.log(
             name,
             value.to(self.device),
@@ -209,12 +209,12 @@ class HyperCleaning(BilevelModule):
             show_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 
     def suspicious_figure(self, images: Tensor, labels: Tensor, count: int = 32) -> Any:
-        """Draw the training samples of lowest weight, each with its given and its predicted label.
+        """Draw the training samples of lowest weight, with their given and predicted labels.
 
         Args:
             images: All training images.
-            labels: Their given labels.
-            count: How many to draw.
+            labels: Their labels in the data.
+            count: The number of samples to draw.
         """
         index = self.suspicious(min(count, len(images))).cpu()
         with torch.no_grad():

@@ -1,6 +1,4 @@
-"""The networks of few-shot learning: a feature extractor, and linear heads that are trained or
-fitted anew.
-"""
+"""The networks of few-shot learning: a feature extractor and linear heads."""
 
 from __future__ import annotations
 
@@ -12,23 +10,24 @@ __all__ = ["Conv4", "TaskHeads", "adapt"]
 
 
 class _Block(nn.Module):
-    """3x3 convolution, ReLU, 2x2 max pooling, batch normalisation with the statistics of each task."""
+    """3x3 convolution, ReLU, 2x2 max pooling, batch normalisation over each task alone."""
 
     def __init__(self, inputs: int, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, channels, 3, padding=1)
-        # The scale and bias of batch normalisation; it has no running statistics.
+        # Batch normalisation has a scale and a bias, but no running statistics.
         self.scale = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, images: Tensor, tasks: int) -> Tensor:
         if images.device.type == "cpu":
-            # Pooling goes over all channels of a pixel at once, in a tenth of the time. A clone: of
-            # a single channel, torch takes one layout for the other and leaves it as it is.
+            # In this layout pooling handles all channels of a pixel at once and takes a tenth of
+            # the time. We clone, because with a single channel torch cannot tell the two layouts
+            # apart and any other conversion would change nothing.
             images = images.clone(memory_format=torch.channels_last)
-        # ReLU is monotone, so it commutes with the maximum: on the pooled image it has a quarter of
-        # the work, and value and gradient are the same. Back to the usual layout: in the other,
-        # torch's normalisation loses two or three digits.
+        # ReLU is monotone, so it commutes with the maximum: after pooling it has a quarter of the
+        # work, with the same value and gradient. `contiguous` returns to the usual layout: in the
+        # other one, torch's normalisation loses two or three digits.
         pooled = max_pool2d(self.conv(images), 2).relu().contiguous()
         normed = [
             batch_norm(part, None, None, self.scale, self.bias, training=True)
@@ -38,7 +37,7 @@ class _Block(nn.Module):
 
 
 class Conv4(nn.Module):
-    """Four blocks of convolution, from images to one feature vector each.
+    """Four convolution blocks that map each image to a feature vector.
 
     Args:
         channels: Channels of each block.
@@ -63,9 +62,7 @@ class Conv4(nn.Module):
         self.features = channels * (image_size // 16) ** 2
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return features (E, N, d) of images (E, N, C, H, W), normalised over the N images of each
-        of the E tasks.
-        """
+        """Return features (E, N, d) of images (E, N, C, H, W); each task is normalised alone."""
         tasks, count = images.shape[:2]
         value = images.flatten(0, 1)
         for block in self.blocks:
@@ -74,7 +71,7 @@ class Conv4(nn.Module):
 
 
 class TaskHeads(nn.Module):
-    """A linear classifier for each task, all in two tensors, zero at the start.
+    """One linear classifier per task, all stored in two tensors that start at zero.
 
     Args:
         tasks: The number of tasks, T.
@@ -88,33 +85,29 @@ class TaskHeads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(tasks, ways))
 
     def forward(self, features: Tensor, index: Tensor) -> Tensor:
-        """Return the logits (E, N, ways) of features (E, N, d), each of the E tasks by its own
-        head.
-        """
-        weight, bias = self.weight.index_select(0, index), self.bias.index_select(0, index)
+        """Return the logits (E, N, ways) of features (E, N, d); each task uses its own head."""
+        weight = self.weight.index_select(0, index)
+        bias = self.bias.index_select(0, index)
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
 
 def adapt(
     features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """Fit a fresh linear head to each task, from zero, by gradient steps on the cross-entropy of
-    its support.
+    """Fit a new linear head to each task, from zero, by gradient steps on the cross-entropy.
 
     Args:
         features: Support features, (E, N, d).
         labels: Their labels, (E, N).
         ways: Classes of a task.
-        steps: Gradient steps.
-        lr: Their length.
+        steps: The number of gradient steps.
+        lr: The step size.
 
     Returns:
         Weights (E, ways, d) and biases (E, ways).
     """
-    weight, bias = (
-        features.new_zeros(len(features), ways, features.shape[2]),
-        features.new_zeros(len(features), ways),
-    )
+    weight = features.new_zeros(len(features), ways, features.shape[2])
+    bias = features.new_zeros(len(features), ways)
     truth = torch.nn.functional.one_hot(labels, ways).to(features)
     for _ in range(steps):
         # The gradient of the mean cross-entropy in the logits is (softmax - truth)/N.

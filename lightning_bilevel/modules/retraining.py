@@ -1,4 +1,4 @@
-"""Training a classifier from scratch on the samples that cleaning has kept."""
+"""Train a classifier from scratch, such as on the samples that cleaning has kept."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ def retrain(
     lr: float = 0.01,
     weight_decay: float = 1e-4,
 ) -> nn.Module:
-    """Train a copy of a classifier from scratch, by full-batch Adam, such as on the samples that
-    cleaning has kept.
+    """Train a copy of a classifier from scratch with full-batch Adam.
 
     Args:
-        classifier: Whose layers the copy has; their parameters are drawn anew.
+        classifier: The classifier to copy; the parameters of the copy are initialised again.
         images: The images to train on.
         labels: Their labels.
-        steps: Steps of Adam.
-        lr: Its step size.
-        weight_decay: Its weight decay.
+        steps: The number of Adam steps.
+        lr: The step size of Adam.
+        weight_decay: The weight decay of Adam.
     """
     fresh = copy.deepcopy(classifier)
     for layer in fresh.modules():

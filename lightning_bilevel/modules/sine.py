@@ -21,8 +21,8 @@ class SineProblem(BilevelModule):
     r"""A toy problem with infinitely many lower-level solutions.
 
     .. math::
-        \min_{x \in [-100, 100],\, y \in [-100, 100]^n} (x - a)^2 + \|y - a e - c\|^2 \quad\text{s.t.}\quad
-        y \in \arg\min_{z \in [-100, 100]^n} \sum_i \sin(x + z_i - c_i)
+        \min_{x \in [-100, 100],\, y \in [-100, 100]^n} (x - a)^2 + \|y - a e - c\|^2
+        \quad\text{s.t.}\quad y \in \arg\min_{z \in [-100, 100]^n} \sum_i \sin(x + z_i - c_i)
 
     Its solution is :math:`x^* = ((1 - n) a + n C)/(1 + n)`, :math:`y_i^* = C + c_i - x^*` with C
     the minimiser of the sine, :math:`-\pi/2 + 2 k \pi`, that is nearest to 2a. Validation reports
@@ -30,10 +30,10 @@ class SineProblem(BilevelModule):
 
     Args:
         n: The number of lower-level variables.
-        a: Where the upper level would like x to be.
+        a: The value of x that the upper level prefers.
         c: The shift of the lower level, one number or one per coordinate.
         x0: The start of x.
-        y0: The start of every coordinate of y.
+        y0: The start of each coordinate of y.
         solver: The solver and its arguments.
 
     Attributes:
@@ -58,8 +58,7 @@ class SineProblem(BilevelModule):
                 f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number."
             )
         self.a = a
-        # Kept in float64 and cast where it is used: a module that starts in float32 may be run in
-        # float64.
+        # Stored in float64 and cast on use, because a float32 module may later run in float64.
         self.shift = torch.tensor(c, dtype=torch.float64)
         self.x = nn.Parameter(torch.full((1,), x0))
         self.y = nn.Parameter(torch.full((n,), y0))
@@ -77,9 +76,8 @@ class SineProblem(BilevelModule):
 
     def upper_loss(self, batch: Any) -> Tensor:
         """(x - a)^2 + |y - a e - c|^2."""
-        return ((self.x - self.a) ** 2).sum() + (
-            (self.y - (self.a + self.shift.to(self.y))) ** 2
-        ).sum()
+        target = self.a + self.shift.to(self.y)
+        return ((self.x - self.a) ** 2).sum() + ((self.y - target) ** 2).sum()
 
     def lower_loss(self, batch: Any) -> Tensor:
         """The sum of sin(x + y_i - c_i)."""

@@ -1,4 +1,4 @@
-"""The problem of the current batch, made anew when the batch has changed."""
+"""The problem of the current batch, made again when the batch has changed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class BatchProblem:
     """f and g on a batch.
 
     Attributes:
-        contents: What tells the batch from another: its leaves, each tensor with its version, which
-            counts in-place changes.
+        contents: The leaves of the batch, which identify it. Each tensor comes with its version,
+            which counts in-place changes.
         batch: The batch.
-        part: What this process evaluates of it; the batch itself where each process evaluates all
+        part: The part that this process evaluates; the batch itself if each process evaluates all
             of it.
-        problem: f and g on it.
+        problem: f and g on the batch.
     """
 
     contents: list[tuple[Any, int]]
@@ -40,15 +40,15 @@ class BatchProblem:
         return self.part is not self.batch
 
     def is_of(self, contents: list[tuple[Any, int]]) -> bool:
-        """Tell whether these are the contents of the batch: the same leaves, unchanged."""
+        """Tell whether the batch has these contents: the same leaves, unchanged."""
         return len(contents) == len(self.contents) and all(
             a is b and version == other
             for (a, version), (b, other) in zip(contents, self.contents, strict=True)
         )
 
 
-# Makes the problem on a batch with the contents, given the problem before it: the first batch of a
-# run has none.
+# Makes the problem on a batch from the batch, its contents and the previous problem. The first
+# batch of a run has no previous problem.
 Make = Callable[[Any, list[tuple[Any, int]], BatchProblem | None], BatchProblem]
 
 
@@ -56,9 +56,9 @@ class Batches:
     """The batches that a run has seen.
 
     Attributes:
-        current: The problem of the batch that was last asked for. It holds as long as the batch has
-            the same contents.
-        change: Whether training has seen different ones, as with mini-batches.
+        current: The problem on the latest batch. It is valid as long as the batch has the same
+            contents.
+        change: Whether training has seen different batches, as with mini-batches.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Batches:
         Args:
             call: The name of the module, for messages.
             batch: The batch.
-            make: What makes its problem, if it is not the current one.
+            make: Makes the problem, if the batch is not the current one.
         """
         before = self.current
         if before is not None:
@@ -91,29 +91,27 @@ class Batches:
         return now
 
     def label(self, trainer: Any) -> str:
-        """Say what the current problem is of, where that is not all data of a Trainer."""
+        """Name the data of the current problem; empty if it is all data of a Trainer."""
         changing = self.change and getattr(trainer, "num_training_batches", 1) != 1
         return "the last mini-batch, not all data" if changing else ""
 
     def forget_points(self) -> None:
-        """Make the problem of the current batch another object, of whose points solvers know
-        nothing.
-        """
+        """Replace the current problem by a copy, so that solvers forget its points."""
         if self.current is not None:
             self.current = replace(self.current, problem=copy(self.current.problem))
 
 
 def check_batch(call: str, batch: Any) -> None:
-    """Refuse a training batch that is not one of two levels."""
+    """Refuse a training batch without an upper and a lower level."""
     if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
-        got = (
-            f"a dict with {sorted(batch)}"
-            if isinstance(batch, dict)
-            else f"a {type(batch).__name__}"
-        )
+        if isinstance(batch, dict):
+            got = f"a dict with {sorted(batch)}"
+        else:
+            got = f"a {type(batch).__name__}"
         raise MisconfigurationException(
-            f'`{call}` was given {got} as a training batch: it must be {{"upper": ..., "lower": ...}}, as a '
-            "CombinedLoader over two loaders or a FullBatchDataModule gives it."
+            f"`{call}` was given {got} as a training batch: it must be "
+            '{"upper": ..., "lower": ...}, as a CombinedLoader over two loaders or a '
+            "FullBatchDataModule gives it."
         )
 
 
@@ -122,6 +120,6 @@ def _check_not_ended(call: str, batch: Any, before: Any) -> None:
         if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
             raise MisconfigurationException(
                 f"`{call}` was given a batch without data for the {level} level, whose loader has "
-                "ended: "
-                'use `CombinedLoader(..., "max_size_cycle")`, which starts it again, or "min_size".'
+                'ended: use `CombinedLoader(..., "max_size_cycle")`, which starts it again, or '
+                '"min_size".'
             )

@@ -14,8 +14,10 @@ from lightning_bilevel.plugin.functional import ModuleFunctions
 
 __all__ = ["WrittenBuffers", "write_buffers"]
 
-# Buffers that change the losses are updated until the losses change by less than that, or so often.
-_SETTLED, _MAX_UPDATES = 1e-6, 30
+# Buffers that change the losses are updated until the losses change by at most this fraction, and
+# at most this often.
+_SETTLED = 1e-6
+_MAX_UPDATES = 30
 
 
 class WrittenBuffers:
@@ -35,16 +37,14 @@ class WrittenBuffers:
         return [] if self._functions is None else self._functions.written_buffers
 
     def functions_of(self, module: nn.Module, declared: Declaration) -> ModuleFunctions:
-        """Return a module's losses as functions, of which the buffers they write to are known from
-        now on.
-        """
+        """Return a module's losses as functions, and keep these to find the written buffers."""
         self._functions = ModuleFunctions(
             module, declared.upper.parameters, declared.lower.parameters, self.live
         )
         return self._functions
 
     def copies(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return copies of them by name."""
+        """Return copies of the written buffers, by name."""
         written = {id(buffer) for buffer in self.live}
         return {
             name: buffer.detach().clone()
@@ -53,41 +53,39 @@ class WrittenBuffers:
         }
 
     def examine(self, module: nn.Module, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        """Look which buffers the evaluations so far have written to, and whether other numbers in
-        them change the losses.
-        """
+        """Find the written buffers, and test whether other numbers in them change the losses."""
         if self._functions is not None:
             self._functions.compare_buffers()
-        kept = self.copies(module)
-        if not kept:
+        saved = self.copies(module)
+        if not saved:
             return
+
+        def values() -> tuple[float, float]:
+            return problem.upper(x, y).value, problem.at(x, remember=False).value(y)
+
         generator = torch.Generator().manual_seed(0)  # the same in all processes
         with problem.uncounted():
-            before = problem.upper(x, y).value, problem.at(x, remember=False).value(y)
+            before = values()
             for buffer in self.live:
                 if buffer.is_floating_point():
                     buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-            problem.forget()  # what is kept of a point would hide that it changes
-            self.matter = before != (
-                problem.upper(x, y).value,
-                problem.at(x, remember=False).value(y),
-            )
+            problem.forget()  # remembered values would hide a change
+            self.matter = values() != before
         problem.forget()
-        write_buffers(module, kept)
+        write_buffers(module, saved)
 
     def follow(self, losses: Callable[[], float], shared: bool) -> None:
-        """Evaluate the losses once more at the point that was reached, with the module's own
-        buffers.
+        """Evaluate the losses once more at the accepted point, with the module's own buffers.
 
-        Trial points write to copies of the buffers. So running statistics follow the accepted
-        points, one update each. Buffers that change the losses are updated until these settle: they
-        are to be functions of the point.
+        Trial points write to copies of the buffers. So running statistics get one update per
+        accepted point. Buffers that change the losses must be functions of the point: they are
+        updated until the losses settle.
 
         Args:
             losses: Evaluates the losses at the module's own parameters and buffers, and returns
                 their sum.
-            shared: Whether several processes evaluate a part each: then the first one's buffers are
-                those of all.
+            shared: Whether several processes evaluate a part each. Then all of them take the
+                buffers of the first one.
         """
         before = losses()
         if self.matter:
@@ -102,7 +100,7 @@ class WrittenBuffers:
 
 
 def write_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> None:
-    """Write numbers into a module's buffers, by name."""
+    """Copy numbers into a module's buffers, by name."""
     for name, buffer in module.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])

@@ -19,14 +19,14 @@ __all__ = ["Certifier", "Question"]
 
 
 class Question(NamedTuple):
-    """What a certificate is asked for, besides the point.
+    """What a certificate depends on, besides the point.
 
     Attributes:
         problem: f and g.
         envelope: The Moreau envelope.
         tolerance: The accuracy of the proximal point.
         multiplier: The multiplier that belongs to the point.
-        evaluated_on: What f and g are evaluated on, if that is not all data.
+        evaluated_on: The data that f and g are evaluated on; empty for all data.
     """
 
     problem: BilevelProblem
@@ -48,11 +48,10 @@ class Certifier:
     """Certifies the points of a run.
 
     Attributes:
-        start: The gradients that the run started with: what later ones are compared to.
+        start: The gradients at the start of the run. Later gradients are compared with them.
         multiplier: The multiplier of a restored point; None is the solver's.
         seconds: The time that certificates have taken.
-        last: The certificate that was evaluated last. It holds for the same question at the same
-            point.
+        last: The latest certificate. It is returned again for the same question at the same point.
     """
 
     start: Start | None = None
@@ -70,43 +69,43 @@ class Certifier:
         """Return the certificate of a point.
 
         Args:
-            question: What is asked.
+            question: What the certificate depends on, besides the point.
             point: x and y.
             qualification: Why the constraint qualification holds.
             step: The last step of the run.
         """
-        known = self.last
+        last = self.last
         if (
-            known is not None
-            and known.question == question
-            and all(map(torch.equal, known.point, point))
+            last is not None
+            and last.question == question
+            and all(map(torch.equal, last.point, point))
         ):
-            return known.certificate
+            return last.certificate
         problem, envelope, tolerance, multiplier, evaluated_on = question
         began = time.perf_counter()
+        if not isinstance(qualification, str):
+            qualification = qualification(envelope)
         certificate = certify(
             problem,
             *point,
             envelope,
             multiplier=multiplier,
             tolerance=tolerance,
-            qualification=qualification
-            if isinstance(qualification, str)
-            else qualification(envelope),
+            qualification=qualification,
             start=self.start,
             evaluated_on=evaluated_on,
         )
-        # Agreed among the processes: it decides whether the next certificate, a collective, is
-        # evaluated.
+        # All processes must hold the same time: it decides whether they evaluate the next
+        # certificate, which they do together.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])
-        self.last = _Answer(question, point, certificate, 0 if step is None else step.iteration)
+        iteration = 0 if step is None else step.iteration
+        self.last = _Answer(question, point, certificate, iteration)
         return certificate
 
     def may_evaluate(self, share: float, step: StepInfo) -> bool:
-        """Tell whether certificates have taken no more than a share of the optimisation time up to
-        a step.
+        """Tell whether certificates took at most a share of the optimisation time up to a step.
 
-        The first one may always be evaluated, and one that is known already costs nothing.
+        The first certificate is always allowed. So is one that is known already: it costs nothing.
         """
         if self.last is None or self.last.iteration == step.iteration:
             return True

@@ -1,6 +1,4 @@
-"""Checkpoints: written as a whole, loaded without running what they contain, and refused where they
-do not belong.
-"""
+"""Checkpoints: written as a whole, loaded without running code, refused by other problems."""
 
 from __future__ import annotations
 
@@ -34,17 +32,17 @@ __all__ = [
     "write_record",
 ]
 
-# The record's key in a checkpoint, and the number of what a checkpoint holds: one more with each
-# change that old code misreads.
+# The key of the record in a checkpoint, and the version of the record. The version grows with each
+# change that old code would misread.
 KEY = "lightning_bilevel"
 FORMAT = 1
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's way to write and read checkpoints, with neither torn files nor foreign code.
+    """Writes and reads checkpoints as Lightning does, without torn files and foreign code.
 
-    Lightning writes to the folder of temporary files and moves the file from there; between two
-    file systems that is a copy, of which a killed process leaves a part.
+    Lightning writes to the folder of temporary files and moves the file from there. Between two
+    file systems the move is a copy, and a killed process leaves a part of it.
     """
 
     @override
@@ -65,7 +63,7 @@ class WholeFileIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         if weights_only is None:
-            weights_only = True  # torch's own default only from 2.6 on
+            weights_only = True  # torch's own default only since 2.6
         try:
             if "://" in str(path):
                 loaded: Any = super().load_checkpoint(path, map_location, weights_only)
@@ -77,15 +75,12 @@ class WholeFileIO(TorchCheckpointIO):
             ) from error
         except OSError:
             raise
-        except (
-            Exception
-        ) as error:  # bytes of something else are taken for instructions, which fail in any way
-            told = isinstance(error, (RuntimeError, EOFError, ValueError, UnpicklingError))
-            why = (
-                (str(error) or "it ends too early").splitlines()[0]
-                if told
-                else "torch cannot read it"
-            )
+        except Exception as error:
+            # Bytes of another format are read as instructions, which can fail with any error.
+            if isinstance(error, (RuntimeError, EOFError, ValueError, UnpicklingError)):
+                why = (str(error) or "it ends too early").splitlines()[0]
+            else:
+                why = "torch cannot read it"
             raise MisconfigurationException(
                 f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: "
                 f"{why}"
@@ -101,12 +96,12 @@ class WholeFileIO(TorchCheckpointIO):
 
 @dataclass(frozen=True)
 class LastPoint:
-    """The point that a run goes on from, while the module shows an earlier one.
+    """The point that a run goes on from, while the module holds an earlier one.
 
     Attributes:
         upper: x.
         lower: y.
-        buffers: The buffers that belong to them, by name.
+        buffers: The buffers of this point, by name.
     """
 
     upper: Tensor
@@ -121,14 +116,14 @@ def write_record(
     start: Start | None,
     last: LastPoint | None,
 ) -> None:
-    """Say in a checkpoint which run it belongs to.
+    """Write into a checkpoint which run it belongs to.
 
     Args:
         call: The name of the module that is saved.
-        checkpoint: What is saved.
+        checkpoint: The checkpoint to write into.
         solver: The solver of the run.
-        start: The gradients that the run started with.
-        last: The last point of the run, if the weights are those of another.
+        start: The gradients at the start of the run.
+        last: The last point of the run, if the weights are those of an earlier one.
     """
     checkpoint[KEY] = _record(solver)
     if start is not None:
@@ -143,35 +138,36 @@ def write_record(
 
 
 def saved_start(checkpoint: dict[str, Any]) -> Start | None:
-    """Return the gradients that the run of a checkpoint started with, if they are known."""
+    """Return the gradients at the start of the saved run, if the checkpoint has them."""
     start = checkpoint.get(KEY, {}).get("start")
     return None if start is None else Start(**start)
 
 
 def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Iterable[Level]) -> None:
-    """Write the last point of a run into the weights of its checkpoint, if they are those of
-    another.
-    """
+    """Replace the weights in a checkpoint by the last point of its run, if it has one."""
     last = checkpoint.get(KEY, {}).get("last")
     if last is None:
         return
     state_dict = checkpoint["state_dict"]
-    # A shared parameter has several names there.
+    # A shared parameter has several names in the state dict.
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for level in levels:
         blocks = torch.split(last[level.name], [p.numel() for p in level.parameters])
         for parameter, block in zip(level.parameters, blocks, strict=True):
-            state_dict.update(dict.fromkeys(names[id(parameter)], block.view_as(parameter)))
+            weights = block.view_as(parameter)
+            for name in names[id(parameter)]:
+                state_dict[name] = weights
     state_dict.update(
         {name: buffer for name, buffer in last["buffers"].items() if name in state_dict}
     )
 
 
 def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
-    """Give a new solver the constants and the multiplier of the run of a checkpoint, and tell
-    whether they are of its kind.
+    """Load the constants and the multiplier of a saved run into a new solver.
+
+    Return False, with the solver unchanged, if the checkpoint has none for this kind of solver.
     """
     states = checkpoint.get("optimizer_states")
     if not states or checkpoint.get(KEY, {}).get("solver") != type(solver).__name__:
@@ -183,14 +179,13 @@ def load_solver(checkpoint: dict[str, Any], solver: BilevelOptimizer) -> bool:
 def check_record(
     call: str, checkpoint: dict[str, Any], solver: BilevelOptimizer, *, resumes: bool
 ) -> None:
-    """Refuse a checkpoint of another kind of run.
+    """Refuse a checkpoint that does not fit the module or the solver.
 
     Args:
-        call: The name of the module that is given the checkpoint.
-        checkpoint: What was loaded.
-        solver: The solver as it would be made now.
-        resumes: Whether a run is to go on from the checkpoint; otherwise its parameters are all
-            that is used.
+        call: The name of the module that loads the checkpoint.
+        checkpoint: The loaded checkpoint.
+        solver: A new solver of the module.
+        resumes: Whether a run goes on from the checkpoint; otherwise only its parameters are used.
     """
 
     def refuse(why: str) -> None:
@@ -236,25 +231,23 @@ def _sizes(solver: BilevelOptimizer) -> dict[str, int]:
 
 
 def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimizer) -> None:
-    # The learning rate is what the solver itself writes there at each step.
-    # What was left out is as the run before chose it.
-    own = solver.hyper_parameters
+    # Two kinds of constants are not compared: the learning rate, which the solver writes at each
+    # step, and missing constants, which the saved run has chosen.
     changed = [
         f"{name}={saved[name]!r} (not {value!r})"
-        for name, value in own.items()
+        for name, value in solver.hyper_parameters.items()
         if name in saved and saved[name] != value
     ]
     if changed:
         warnings.warn(
-            f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}. To run with others, start anew.",
+            f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}. To run "
+            "with others, start anew.",
             stacklevel=3,
         )
 
 
 def _leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
-    """Leave out of a checkpoint what `save_hyperparameters` has kept of a solver with its
-    constants, as it is no plain data.
-    """
+    """Remove solvers with constants from the saved hyper-parameters, as they are no plain data."""
     kept = checkpoint.get("hyper_parameters", {})
     partials = [
         key for key, value in kept.items() if isinstance(value, partial) and _is_solver(value.func)

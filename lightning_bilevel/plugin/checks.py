@@ -1,6 +1,4 @@
-"""What a run is refused for before it starts: a Trainer, a callback, a module or an optimizer that
-cannot work.
-"""
+"""Checks before a run: they refuse a Trainer, callback, module or optimizer that cannot work."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ __all__ = ["check_all_declared", "check_optimizer", "check_own", "check_trainer"
 
 
 def check_trainer(call: str, trainer: Any) -> None:
-    """Refuse precisions, strategies and callbacks that no bilevel run works with.
+    """Refuse precisions, strategies and callbacks that do not work with a bilevel run.
 
     Args:
         call: The name of the module, for messages.
@@ -38,9 +36,9 @@ def check_trainer(call: str, trainer: Any) -> None:
     ):
         raise MisconfigurationException(
             f"`Trainer(strategy={type(trainer.strategy).__name__})` is not supported: projections, "
-            "line search and Moreau "
-            'gap need whole vectors x and y, which this strategy cuts into pieces. `strategy="ddp"` splits the data instead, '
-            "and `Chunks` evaluates a batch that is larger than memory."
+            "line search and Moreau gap need whole vectors x and y, which this strategy cuts into "
+            'pieces. `strategy="ddp"` splits the data instead, and `Chunks` evaluates a batch '
+            "that is larger than memory."
         )
     for callback in trainer.callbacks:
         why = _why_not(callback)
@@ -74,7 +72,10 @@ def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
 
 
 def check_optimizer(module: LightningModule, optimizer: Any) -> None:
-    """Refuse an optimizer, as Lightning wraps it, that is no solver, and automatic optimisation."""
+    """Refuse automatic optimisation, and an optimizer that is no solver.
+
+    The optimizer comes in Lightning's wrapper.
+    """
     if module.automatic_optimization or not isinstance(
         getattr(optimizer, "optimizer", None), BilevelOptimizer
     ):
@@ -87,9 +88,12 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
 
 
 def _why_not(callback: Any) -> str:
-    """Say why a callback of Lightning's cannot do its work on a bilevel module; nothing if it can."""
+    """Say why a callback of Lightning cannot work with a bilevel module; empty if it can."""
     if isinstance(callback, ModelPruning):
-        return "it changes the parameters in the middle of a run, which is then one of another problem. Prune before or after."
+        return (
+            "it changes the parameters in the middle of a run, which is then one of another "
+            "problem. Prune before or after."
+        )
     if isinstance(callback, LearningRateMonitor) and callback.log_weight_decay:
         return "its solver has no weight decay. Leave out `log_weight_decay=True`."
     return ""

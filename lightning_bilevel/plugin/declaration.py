@@ -1,6 +1,4 @@
-"""What a module declares: which of its parameters belong to which level, their sets, and the
-solver.
-"""
+"""The declaration of a module: the parameters and sets of each level, and the solver."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ Sets = ConvexSet | Sequence[ConvexSet]
 
 @dataclass
 class Level:
-    """A level as it was declared, and what of it a run trains.
+    """A level as it was declared, and the part of it that a run trains.
 
     Args:
         call: The call that declared it, for messages.
         name: ``"upper"`` or ``"lower"``.
         declared: Its modules and parameters.
-        sets: The set it lives in, or one for each of them; None is the whole space.
+        sets: The set of the level, or one set for each of these; None is the whole space.
 
     Attributes:
-        parameters: The parameters that are not frozen, as of the last :meth:`resolve`.
-        feasible: The set that they live in.
+        parameters: The parameters that were not frozen at the last :meth:`resolve`.
+        feasible: The set of these parameters.
     """
 
     call: str
@@ -54,7 +52,7 @@ class Level:
         self.resolve()
 
     def resolve(self) -> None:
-        """See which parameters are frozen, as when a run starts: those stay as they are."""
+        """Find the trainable parameters, as at the start of a run; frozen ones do not change."""
         declared = parameters_of(self.declared)
         self._trainable = [(p, p.requires_grad) for item in declared for p in item]
         items = [[p for p in item if p.requires_grad] for item in declared]
@@ -64,19 +62,18 @@ class Level:
         self.feasible = self._set_of(items)
 
     def has_changed(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since."""
+        """Tell whether a parameter was frozen or unfrozen since the last :meth:`resolve`."""
         return any(p.requires_grad is not trainable for p, trainable in self._trainable)
 
     def read(self) -> Tensor:
-        """Return the parameters as one flat vector of its own."""
+        """Return the parameters as one new flat vector."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters])
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
         """Write a flat vector into the parameters."""
-        for parameter, block in zip(
-            self.parameters, torch.split(vector, [p.numel() for p in self.parameters]), strict=True
-        ):
+        blocks = torch.split(vector, [p.numel() for p in self.parameters])
+        for parameter, block in zip(self.parameters, blocks, strict=True):
             parameter.copy_(block.view_as(parameter))
 
     def _set_of(self, items: list[list[nn.Parameter]]) -> ConvexSet:
@@ -101,13 +98,13 @@ class Level:
 
 @dataclass
 class Declaration:
-    """All that :meth:`BilevelMixin.declare` was told.
+    """The arguments of :meth:`BilevelMixin.declare`.
 
     Attributes:
         upper: The upper level.
         lower: The lower level.
         units: The units that the solver measures x and y in.
-        solver: What makes the solver.
+        solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: Why the constraint qualification holds.
     """
@@ -135,16 +132,16 @@ class Declaration:
         return self.upper.parameters + self.lower.parameters
 
     def resolve(self) -> None:
-        """See which parameters are frozen, as when a run starts."""
+        """Find the trainable parameters, as at the start of a run."""
         for level in self.levels:
             level.resolve()
 
     def has_changed(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since."""
+        """Tell whether a parameter was frozen or unfrozen since the last :meth:`resolve`."""
         return self.upper.has_changed() or self.lower.has_changed()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return x and y, each as one flat vector of its own."""
+        """Return x and y, each as a new flat vector."""
         return self.upper.read(), self.lower.read()
 
     def write(self, x: Tensor, y: Tensor) -> None:

@@ -1,6 +1,4 @@
-"""A module's losses as functions of flat vectors, evaluated anywhere without touching its live
-parameters.
-"""
+"""A module's losses as functions of flat vectors, which do not touch its own parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 
 
 def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
-    """Return the parameters of each declared module or parameter, the frozen ones too."""
+    """Return the parameters of each declared module or parameter, frozen ones included."""
     items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
@@ -34,14 +32,14 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
 
-# Where a tensor stands: dictionaries of layers, and its name there; several if layers share it.
+# The places of a tensor: the dictionary of a layer and the name in it, for each layer that has it.
 Tensors = dict[str, Tensor | None]
 Places = list[tuple[Tensors, str]]
 
 
 @dataclass
 class _Shadow:
-    """A copy that a call may write to, in place of a buffer; and whether any call has."""
+    """A copy that calls write to instead of a buffer, and whether any call did."""
 
     places: Places
     buffer: Tensor
@@ -50,10 +48,12 @@ class _Shadow:
     written: bool = False
 
     def fresh(self) -> Tensor:
-        """Return the copy, made anew if it was written to, or if the buffer was."""
+        """Return the copy; renew it first if calls write to it or if the buffer has changed."""
         now = self.live
         if self.written or now is not self.buffer or now._version != self.version:
-            self.buffer, self.version, self.copy = now, now._version, now.clone()
+            self.buffer = now
+            self.version = now._version
+            self.copy = now.clone()
         return self.copy
 
     @property
@@ -62,25 +62,23 @@ class _Shadow:
         entries, name = self.places[0]
         return cast(Tensor, entries[name])
 
-    def look(self) -> None:
-        """See whether the call that just ended wrote to the copy, or put another tensor in its
-        place.
-        """
+    def check_version(self) -> None:
+        """Record whether the call that just ended wrote to the copy or replaced it."""
         self.written = self.written or self.copy._version > 0 or self.live is not self.copy
 
-    def compare(self) -> None:
-        """See whether calls wrote to the copy in a way that its version does not tell, as torch's
-        batch normalisation does.
+    def check_numbers(self) -> None:
+        """Record whether calls wrote to the copy without a new version.
+
+        torch's batch normalisation does that.
         """
         self.written = self.written or not torch.equal(self.copy, self.buffer)
 
 
 class ModuleFunctions:
-    """Calls a module's methods with other parameters than its own, and with buffers that are thrown
-    away.
+    """Calls a module's methods with other parameters, and with copies of its buffers.
 
-    It does what ``torch.func.functional_call`` does, which finds out anew at each call where the
-    tensors belong: on small networks that took longer than the arithmetic of the solver.
+    ``torch.func.functional_call`` does the same, but looks up the places of the tensors at each
+    call: on small networks that took longer than the arithmetic of the solver.
 
     Args:
         module: The module.
@@ -111,32 +109,28 @@ class ModuleFunctions:
         self.homes = [[homes[id(p)] for p in level] for level in levels]
         self.shapes = [[p.shape for p in level] for level in levels]
         self.sizes = [[p.numel() for p in level] for level in levels]
-        # A batch-normalisation layer writes its running statistics on every call, also at trial
+        # A batch-normalisation layer writes its running statistics at every call, also at trial
         # points that are rejected later. It writes into these copies.
-        known = {id(buffer) for buffer in written}
+        written_ids = {id(buffer) for buffer in written}
         self.shadows = [
-            _Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in known)
+            _Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in written_ids)
             for i, buffer in buffers.items()
         ]
 
     def compare_buffers(self) -> None:
-        """Look for all buffers that the calls so far have written to."""
+        """Find all buffers that the calls so far have written to."""
         for shadow in self.shadows:
-            shadow.compare()
+            shadow.check_numbers()
 
     @property
     def written_buffers(self) -> list[Tensor]:
-        """The module's buffers that calls write to, such as the running statistics of batch
-        normalisation.
-        """
+        """The module's buffers that calls write to, such as running statistics."""
         return [shadow.live for shadow in self.shadows if shadow.written]
 
     def call(
         self, method: str, *args: Any, x: Tensor | None = None, y: Tensor | None = None
     ) -> Any:
-        """Return module.method(*args) at flat x and y; a level that is left out keeps the module's
-        own parameters.
-        """
+        """Return module.method(*args) at flat x and y; None keeps the module's own parameters."""
         new: list[tuple[Places, Tensor]] = []
         for homes, shapes, sizes, vector in zip(
             self.homes, self.shapes, self.sizes, (x, y), strict=True
@@ -163,7 +157,7 @@ class ModuleFunctions:
             return getattr(self.module, method)(*args)
         finally:
             for shadow in self.shadows:
-                shadow.look()
+                shadow.check_version()
             for entries, name, mine in own:
                 entries[name] = mine
 
@@ -171,8 +165,9 @@ class ModuleFunctions:
 def problem_of(
     functions: ModuleFunctions, batch: dict[str, Any], upper_set: ConvexSet, lower_set: ConvexSet
 ) -> BilevelProblem:
-    """Return f and g on a batch ``{"upper": ..., "lower": ...}``: the losses of a module, summed
-    over chunks by their shares.
+    """Return f and g on a batch ``{"upper": ..., "lower": ...}``.
+
+    They are the losses of a module, summed over the chunks with their shares as weights.
     """
     call = functions.call
     has_features = functions.module.lower_features is not None
@@ -194,16 +189,13 @@ def problem_of(
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
 
-    upper, lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
+    upper = as_chunks(batch["upper"])
+    lower = as_chunks(batch["lower"])
+    upper_parts = zip(upper.batches, upper.shares, strict=True)
+    lower_parts = zip(lower.batches, lower.shares, strict=True)
     return BilevelProblem(
-        [
-            weighted(upper_loss(part), share)
-            for part, share in zip(upper.batches, upper.shares, strict=True)
-        ],
-        [
-            weighted(lower_loss(part), share)
-            for part, share in zip(lower.batches, lower.shares, strict=True)
-        ],
+        [weighted(upper_loss(part), share) for part, share in upper_parts],
+        [weighted(lower_loss(part), share) for part, share in lower_parts],
         upper_set,
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,

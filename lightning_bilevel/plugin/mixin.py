@@ -1,4 +1,4 @@
-"""What a LightningModule inherits to become a bilevel problem."""
+"""The base classes that make a LightningModule a bilevel problem."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class BilevelMixin:
     - ``lower_loss(batch)``: g, given the batch of the lower level;
     - optionally ``lower_features(batch)``: the part of g that depends on x alone, evaluated once
       per x. Then g is ``lower_loss(batch, features)``, which must use no upper-level parameter;
-    - or ``lower_outputs(batch)``: the part of g that depends on y alone, evaluated once for a y
-      that is asked for again, also at another x. Then g is ``lower_loss(batch, outputs)``, which
+    - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
+      when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
     (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as
-    the batch has the same tensors, what is known of the current point is used again.
+    the batch has the same tensors, known values at the current point are reused.
 
     Example:
         >>> class Shift(IVSPMixin, LightningModule):
@@ -110,10 +110,9 @@ class BilevelMixin:
         Args:
             upper: The upper-level variables x: a module, a parameter, or several of them.
             lower: The lower-level variables y, likewise.
-            upper_set: The set that x lives in, or one set for each of the several.
-            lower_set: The set that y lives in, likewise.
-            solver: What makes the solver from parameter groups: a solver class, or a partial of
-                one.
+            upper_set: The set of x, or a list with one set for each of the several.
+            lower_set: The set of y, likewise.
+            solver: Makes the solver from parameter groups: a solver class, or a partial of one.
             upper_unit: The solver works in u with x = upper_unit * u, which gives the level steps
                 :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay
                 in x.
@@ -124,7 +123,7 @@ class BilevelMixin:
             qualification: Why the constraint qualification holds for this problem, if that is
                 known, in words; or a function that says so for an envelope.
         """
-        # From the class: an instance would bind a plain function as its method.
+        # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
         if solver is None:
             raise ValueError(
@@ -137,8 +136,8 @@ class BilevelMixin:
         self._declaration = Declaration(
             *levels, (upper_unit, lower_unit), solver, envelope, qualification
         )
-        # A solver is built here to refuse bad arguments before any data are loaded; that of a run
-        # is built when it starts.
+        # This solver refuses bad arguments before any data are loaded. A run builds its own solver
+        # when it starts.
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
         self.last_step: StepInfo | None = None
@@ -146,16 +145,17 @@ class BilevelMixin:
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return f on the batch of the upper level."""
-        raise NotImplementedError(self._without_losses())
+        raise NotImplementedError(self._missing_losses())
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return g on the batch of the lower level; with :attr:`lower_features` or
-        :attr:`lower_outputs`, given these too.
+        """Return g on the batch of the lower level.
+
+        With :attr:`lower_features` or :attr:`lower_outputs`, their result is the second argument.
         """
-        raise NotImplementedError(self._without_losses())
+        raise NotImplementedError(self._missing_losses())
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
-        """Return f and g on a batch ``{"upper": ..., "lower": ...}`` as functions of flat x and y."""
+        """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
         declared = self._declared()
         check_batch(type(self).__name__, batch)
         functions = self._run.buffers.functions_of(self._module(), declared)
@@ -170,10 +170,11 @@ class BilevelMixin:
                 "train others, call it once more."
             )
         current = self._run.batches.next_problem(type(self).__name__, batch, self._make_problem)
-        # A step through Lightning's wrapper is what Lightning counts.
+        # Lightning counts only steps through its own wrapper of the optimizer.
         optimizer: Any = self._module().optimizers()
         check_optimizer(self._module(), optimizer)
-        self.last_step = info = optimizer.step(problem=current.problem)
+        info: StepInfo = optimizer.step(problem=current.problem)
+        self.last_step = info
         self._update_buffers(current)
         trainer: Any = self._module().trainer
         if is_logged(trainer, info.iteration):
@@ -181,7 +182,7 @@ class BilevelMixin:
         publish_step(trainer, info)
 
     def on_train_epoch_end(self) -> None:
-        """Notice a training step that is not ours."""
+        """Refuse a training step that does not call the solver."""
         if self._run.solver.progress.iterations == 0:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: "
@@ -191,7 +192,8 @@ class BilevelMixin:
 
     def configure_optimizers(self) -> BilevelOptimizer:
         """Make the solver."""
-        declared, module = self._declared(), self._module()
+        declared = self._declared()
+        module = self._module()
         check_trainer(type(self).__name__, module.trainer)
         declared.resolve()
         check_all_declared(module, declared)
@@ -199,13 +201,13 @@ class BilevelMixin:
         self._resumed_start = None
         self.last_step = None
         if module._compiler_ctx is not None:
-            # Of a compiled module Lightning compiles the training step, which is the solver: its
-            # decisions would take minutes to trace. What `forward` does stays compiled.
+            # Lightning compiles the training step of a compiled module. Here that is the solver,
+            # whose decisions would take minutes to trace. `forward` stays compiled.
             vars(module).pop("training_step", None)
         return self._run.solver
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say in the checkpoint which solver and which problem it is of."""
+        """Write into the checkpoint which solver and which problem it belongs to."""
         self._declared()
         write_record(
             type(self).__name__,
@@ -217,11 +219,12 @@ class BilevelMixin:
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run, and load a float64 one as float64.
+        """Refuse a checkpoint of another problem, and load float64 weights as float64.
 
-        The Trainer converts the module only after it has loaded the weights.
+        The Trainer would convert the module only after it has loaded the weights.
         """
-        declared, module = self._declared(), self._module()
+        declared = self._declared()
+        module = self._module()
         trainer = module._trainer
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         declared.resolve()
@@ -231,7 +234,7 @@ class BilevelMixin:
             if trainer.precision == "64-true":
                 module.double()
         if resumes:
-            # The run itself is made when it starts, after this.
+            # The run is made later, when it starts, and takes this over.
             self._resumed_start = saved_start(checkpoint)
             go_on_from_last(checkpoint, module, declared.levels)
         else:
@@ -242,12 +245,12 @@ class BilevelMixin:
 
     @property
     def envelope(self) -> Envelope | None:
-        """The Moreau envelope of the certificate, in y: that of the solver, or the declared one."""
+        """The Moreau envelope of the certificate, in y: the solver's, or else the declared one."""
         return self._run.solver.envelope or self._declared().envelope
 
     @property
     def point(self) -> tuple[Tensor, Tensor]:
-        """The current x and y, each as one flat vector of its own."""
+        """The current x and y, each as a new flat vector."""
         return self._declared().read()
 
     @point.setter
@@ -256,9 +259,7 @@ class BilevelMixin:
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that training writes to, by name, such as the running statistics of
-        batch normalisation.
-        """
+        """Copies of the buffers that training writes to, such as running statistics, by name."""
         return self._run.buffers.copies(self._module())
 
     @property
@@ -272,13 +273,14 @@ class BilevelMixin:
         multiplier: float,
         buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        """Write a point that the run has come by, and end with it; a checkpoint still goes on from
-        where the run was.
+        """Write an earlier point of the run into the module, as its result.
+
+        A checkpoint that is saved afterwards still goes on from the last point of the run.
 
         Args:
             point: x and y.
-            multiplier: The multiplier that belongs to them.
-            buffers: The buffers that belong to them, see :attr:`written_buffers`.
+            multiplier: The multiplier of that point.
+            buffers: The buffers of that point, see :attr:`written_buffers`.
         """
         last = LastPoint(*self.point, self.written_buffers)
         self._run.last = last
@@ -296,7 +298,8 @@ class BilevelMixin:
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
         """
-        declared, run = self._declared(), self._run
+        declared = self._declared()
+        run = self._run
         current = run.batches.current if batch is None else self._problem_on(batch)
         if current is None:
             raise RuntimeError(
@@ -306,9 +309,9 @@ class BilevelMixin:
         envelope = envelope or self.envelope
         if envelope is None:
             return None
-        multiplier = (
-            run.solver.multiplier if run.certifier.multiplier is None else run.certifier.multiplier
-        )
+        multiplier = run.certifier.multiplier
+        if multiplier is None:
+            multiplier = run.solver.multiplier
         label = run.batches.label(self._module()._trainer) if batch is None else ""
         question = Question(current.problem, envelope, tolerance, multiplier, evaluated_on=label)
         return run.certifier.certify(question, self.point, declared.qualification, self.last_step)
@@ -322,14 +325,13 @@ class BilevelMixin:
         return self._declared().groups()
 
     def may_evaluate(self, share: float) -> bool:
-        """Tell whether certificates have taken no more than a share of the optimisation time so
-        far.
+        """Tell whether certificates took at most a share of the optimisation time so far.
 
-        The first one may always be evaluated, and one that is known already costs nothing.
+        The first certificate is always allowed. So is one that is known already: it costs nothing.
         """
-        return self.last_step is not None and self._run.certifier.may_evaluate(
-            share, self.last_step
-        )
+        if self.last_step is None:
+            return False
+        return self._run.certifier.may_evaluate(share, self.last_step)
 
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)
@@ -343,9 +345,11 @@ class BilevelMixin:
             )
         return declared
 
-    def _without_losses(self) -> str:
-        name = type(self).__name__
-        return f"`{name}` must define `upper_loss(batch)`, the function f, and `lower_loss(batch)`, the function g."
+    def _missing_losses(self) -> str:
+        return (
+            f"`{type(self).__name__}` must define `upper_loss(batch)`, the function f, and "
+            "`lower_loss(batch)`, the function g."
+        )
 
     def _problem_on(self, batch: Any) -> BatchProblem:
         return self._run.batches.problem_on(batch, self._make_problem)
@@ -353,8 +357,10 @@ class BilevelMixin:
     def _make_problem(
         self, batch: Any, contents: list[tuple[Any, int]], before: BatchProblem | None
     ) -> BatchProblem:
-        """Make the problem on a batch; the first one of a run is checked where the run starts."""
-        declared, run, module = self._declared(), self._run, self._module()
+        """Make the problem on a batch; the first one is checked at the start point of the run."""
+        declared = self._declared()
+        run = self._run
+        module = self._module()
         point = declared.feasible_point() if before is None else None
         split = before is None or before.is_split
         problem, part = shared_problem(
@@ -367,30 +373,23 @@ class BilevelMixin:
         return BatchProblem(contents, batch, part, problem)
 
     def _update_buffers(self, current: BatchProblem) -> None:
-        """Let the buffers that evaluations write to follow to the point that was reached."""
+        """Update the buffers that evaluations write to at the accepted point."""
         buffers = self._run.buffers
         if buffers.live:
             buffers.follow(
                 partial(self._losses, current.part), shared=current.problem.reduce is not None
             )
             if buffers.matter:
-                # Another function than before: nothing that is known of the point holds any more.
+                # The losses are other functions now: known values at the point are out of date.
                 self._run.batches.forget_points()
 
     def _losses(self, batch: Any) -> float:
-        """Evaluate both losses at the module's own parameters, with its own buffers, and return
-        their sum.
-        """
+        """Return the sum of both losses at the module's own parameters and buffers."""
         total = 0.0
         split = self.lower_features or self.lower_outputs
         for part in as_chunks(batch["lower"]).batches:
-            total += float(
-                (
-                    self.lower_loss(part, split(part))
-                    if split is not None
-                    else self.lower_loss(part)
-                ).detach()
-            )
+            extra = [] if split is None else [split(part)]
+            total += float(self.lower_loss(part, *extra).detach())
         for part in as_chunks(batch["upper"]).batches:
             total += float(self.upper_loss(part).detach())
         return total
@@ -403,6 +402,4 @@ class IVSPMixin(BilevelMixin):
 
 
 class BilevelModule(BilevelMixin, LightningModule):
-    """:class:`BilevelMixin` on LightningModule, for those who do not want to think about the order
-    of bases.
-    """
+    """A LightningModule with :class:`BilevelMixin`, with the bases in the right order."""

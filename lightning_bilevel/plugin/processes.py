@@ -1,6 +1,4 @@
-"""A run over several processes: each evaluates its part of the data, and the sums are the same in
-all of them.
-"""
+"""A run over several processes: each evaluates a part of the data, and all get the same sums."""
 
 from __future__ import annotations
 
@@ -44,24 +42,24 @@ def shared_problem(
     point: tuple[Tensor, Tensor] | None,
     split: bool,
 ) -> tuple[BilevelProblem, Any]:
-    """Return the problem on a batch, shared by all processes of a Trainer, and what this process
-    evaluates of the batch.
+    """Return the problem on a batch, shared by all processes, and the part of this process.
 
     Args:
         module: The module whose losses these are.
         problem_on: Makes the problem on a batch, or on a part of it.
         trainer: Its Trainer, if it has one.
         batch: The batch, which all processes have.
-        point: The point to check at that the parts add up to the whole; None checks nothing.
-        split: Whether each process evaluates a part of the batch. Where the parts do not add up
-            because of batch normalisation, each one evaluates the whole batch instead.
+        point: The point at which the parts are checked to add up to the whole; None checks nothing.
+        split: Whether each process evaluates a part of the batch. If the parts do not add up
+            because of batch normalisation, each process evaluates the whole batch instead.
     """
     whole = problem_on(batch)
     if trainer is None or trainer.world_size == 1:
         return whole, batch
-    name, world = type(module).__name__, trainer.world_size
-    # Loaders with distributed samplers repeat or drop samples, so a batch that came split is never
-    # the exact full batch.
+    name = type(module).__name__
+    world = trainer.world_size
+    # Distributed samplers repeat or drop samples, so the batches that they split never make up the
+    # exact full batch.
     if not agree(leaves(batch), trainer.strategy.root_device):
         raise MisconfigurationException(
             f"`{name}` was given different batches in different processes: it splits a batch "
@@ -78,9 +76,10 @@ def shared_problem(
                 check_parts(name, whole, spread, *point, batch, part)
             return spread, part
         except ValueError:
-            if not any(
+            has_batch_norm = any(
                 isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
-            ):
+            )
+            if not has_batch_norm:
                 raise
             rank_zero_warn(
                 f"`{name}` has batch normalisation, which looks at a whole batch: each of the "
@@ -92,14 +91,12 @@ def shared_problem(
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
-    """Return the part of a level's batch that a process evaluates, and the weight of that part in
-    the whole.
+    """Return the part of a level's batch that a process evaluates, and the weight of that part.
 
-    Samples are counted through all chunks and cut into as many ranges as there are processes,
-    equally long up to one sample:
-    each sample is in one of them. Chunks with weights of their own, of which no part is known, go
-    whole to one process each, and so does a batch in which there is nothing to cut. A process that
-    gets nothing has the weight 0.
+    The samples of all chunks are cut into one range for each process. The ranges are equally long
+    up to one sample, and each sample is in one of them. Chunks with weights of their own cannot be
+    cut, as the weights of their parts are not known: each goes whole to one process. So does a
+    batch without samples to cut. A process that gets nothing has the weight 0.
 
     Example:
         >>> [part_of(torch.arange(5), rank, 2) for rank in range(2)]
@@ -112,23 +109,28 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         if not mine:
             return batch, 0.0
         return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
+    # All chunks are checked, so that all processes refuse a batch that one of them cannot cut.
     for chunk, size in zip(chunks.batches, sizes, strict=True):
-        _check_lengths(
-            chunk, size
-        )  # of all chunks, so that all processes refuse what one of them cannot cut
+        _check_lengths(chunk, size)
     count = sum(sizes)
-    first, last = count * rank // world, count * (rank + 1) // world
+    first = count * rank // world
+    last = count * (rank + 1) // world
     if first == last:
         return batch, 0.0
-    parts, start = [], 0
+    parts = []
+    start = 0
     for chunk, size in zip(chunks.batches, sizes, strict=True):
-        a, b = max(first - start, 0), min(last - start, size)
-        if a < b:
-            parts.append(
-                map_tensors(lambda tensor, a=a, b=b: tensor[a:b] if tensor.ndim else tensor, chunk)
-            )  # type: ignore[misc]
+        begin = max(first - start, 0)
+        end = min(last - start, size)
+        if begin < end:
+            parts.append(_cut(chunk, begin, end))
         start += size
     return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
+
+
+def _cut(chunk: Any, begin: int, end: int) -> Any:
+    """Return some samples of a chunk; tensors without dimensions stay as they are."""
+    return map_tensors(lambda tensor: tensor[begin:end] if tensor.ndim else tensor, chunk)
 
 
 def _check_lengths(chunk: Any, size: int) -> None:
@@ -148,7 +150,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def any_of(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Tell of each flag whether any process has raised it."""
+    """Tell for each flag whether any process has raised it."""
     raised = torch.tensor(flags, dtype=torch.int64, device=device)
     torch.distributed.all_reduce(raised, op=torch.distributed.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
@@ -166,14 +168,15 @@ def agree(tensors: Iterable[Any], device: torch.device) -> bool:
         elif leaf is None or isinstance(leaf, (str, int, float, bool)):
             digest.update(repr(leaf).encode())
     mine = int.from_bytes(digest.digest(), "big")
-    # The largest of all digests is the smallest, in one collective: max(-d) = -min(d).
+    # All digests are equal if the largest is the smallest. One collective finds both, as
+    # max(-d) = -min(d).
     extremes = torch.tensor([mine, -mine], device=device)
     torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
     return bool(extremes[0] == -extremes[1])
 
 
 def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int) -> None:
-    """Stop where processes have come apart, such as on machines that round differently."""
+    """Stop if the processes hold different points, as on machines that round differently."""
     if trainer.world_size > 1 and not agree(parameters, trainer.strategy.root_device):
         raise BilevelError(
             f"after outer iteration {iteration} the processes do not hold the same point: they "
@@ -191,49 +194,50 @@ def check_parts(
     batch: dict[str, Any],
     mine: dict[str, Any],
 ) -> None:
-    """Refuse losses whose parts do not add up to the whole: each process has the whole batch, so
-    that can be seen.
+    """Refuse losses whose parts do not add up to the whole.
+
+    Each process has the whole batch, so it can compare both.
 
     Args:
         call: The name of the module whose losses these are.
         whole: The problem on the whole batch.
         spread: The problem on this process's part, summed over the processes.
-        x: The point to compare them at.
-        y: Likewise.
+        x: The upper level of the point to compare them at.
+        y: The lower level of that point.
         batch: The whole batch, ``{"upper": ..., "lower": ...}``, for the message.
-        mine: This process's part of it, likewise.
+        mine: This process's part of the batch, likewise.
     """
-    tolerance, size = torch.finfo(y.dtype).eps ** 0.5, math.hypot(norm(x), norm(y))
+    tolerance = torch.finfo(y.dtype).eps ** 0.5
+    size = math.hypot(norm(x), norm(y))
     for key, level in (("upper", _upper), ("lower", _lower)):
         name = f"{call}.{key}_loss"
-        one, one_slope = level(whole, x, y)
+        value, gradient = level(whole, x, y)
         try:
-            added, added_slope = _together(level, spread, x, y)
+            added, added_gradient = _together(level, spread, x, y)
         except _PartError as error:
-            count, own = (sum(map(samples_in, as_chunks(of[key]).batches)) for of in (batch, mine))
+            count = _count_samples(batch[key])
             cause = error.__cause__
-            fails = (
-                "the part of another process" if cause is None else f"this process's part of {own}"
-            )
-            why = (
-                ""
-                if cause is None
-                else f" ({type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]})"
-            )
+            if cause is None:
+                fails = "the part of another process"
+                why = ""
+            else:
+                message = (str(cause) or "no message").splitlines()[0]
+                fails = f"this process's part of {_count_samples(mine[key])}"
+                why = f" ({type(cause).__name__}: {message})"
             raise ValueError(
                 f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: "
                 "over several processes a loss must be a mean over whichever samples it is given, "
                 "and must find what belongs to a sample by its number, carried in the batch, as in "
                 "`self.logits[index]`."
             ) from cause
-        slope = max(norm(one_slope), norm(added_slope))
-        scale = max(abs(one), abs(added)) + slope * size
+        slope = max(norm(gradient), norm(added_gradient))
+        scale = max(abs(value), abs(added)) + slope * size
         if (
-            abs(one - added) > tolerance * scale
-            or norm(one_slope - added_slope) > tolerance * slope
+            abs(value - added) > tolerance * scale
+            or norm(gradient - added_gradient) > tolerance * slope
         ):
             raise ValueError(
-                f"`{name}` on the whole batch ({one:.9g}) is not the mean of what it is on the "
+                f"`{name}` on the whole batch ({value:.9g}) is not the mean of what it is on the "
                 f"parts of {world_size()} processes ({added:.9g}), in value or gradient: over "
                 "several processes a loss must be a mean over samples, not a sum nor normalised "
                 "over the batch, and must find what belongs to a sample by its number, carried in "
@@ -241,15 +245,21 @@ def check_parts(
             )
 
 
+def _count_samples(batch: Any) -> int:
+    return sum(map(samples_in, as_chunks(batch).batches))
+
+
 class _PartError(Exception):
-    """A loss has failed on the part of a process; its error is the cause in that process, and there
-    is none in the others.
+    """A loss has failed on the part of a process.
+
+    In that process the error of the loss is the cause. In the others there is no cause.
     """
 
 
 def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Evaluate a level such that all processes fail where one does: the others would wait for its
-    part of the sum for ever.
+    """Evaluate a level such that all processes fail if one does.
+
+    Otherwise the others would wait for ever for its part of the sum.
     """
     met = False
 
@@ -280,7 +290,7 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Return g with both gradients, which no method needs: it is evaluated as if it were f."""
+    """Return g with both gradients. No method needs both, so g is evaluated as if it were f."""
     return _upper(
         BilevelProblem(problem.lower_terms, problem.lower_terms, reduce=problem.reduce), x, y
     )

@@ -18,15 +18,14 @@ def is_logged(trainer: Any, iteration: int) -> bool:
 
 
 def publish_step(trainer: Any, info: StepInfo) -> None:
-    """Give the record of a step to callbacks and progress bar; and, where its turn has come, to
-    loggers.
-    """
+    """Give the record of a step to callbacks and progress bar, and to loggers at their interval."""
     metrics = info.metrics()
-    # `self.log` takes milliseconds for the same.
+    # `self.log` would take milliseconds for this.
     values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
     trainer.callback_metrics.update(values)
     trainer.progress_bar_metrics.update(info.shown())
     if is_logged(trainer, info.iteration):
         trainer.logged_metrics.update(values)
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.log_metrics(metrics, step=info.iteration)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=info.iteration)

@@ -1,4 +1,4 @@
-"""What is known of one run."""
+"""The state of one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Run"]
 
 @dataclass
 class Run:
-    """What a module knows of its run. Each run has its own, so that nothing of another one is left.
+    """The state of a module's run. Each run has a new one, so nothing is left of an earlier run.
 
     Attributes:
         solver: The solver.
@@ -24,7 +24,7 @@ class Run:
         batches: The problem of the current batch.
         buffers: The buffers that evaluations write to.
         last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an
-            earlier one.
+            earlier one into the module.
     """
 
     solver: BilevelOptimizer
@@ -34,7 +34,7 @@ class Run:
     last: LastPoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Functions of a batch cannot be pickled, and are made anew for the next one.
+        # Functions of a batch cannot be pickled. They are made again for the next batch.
         return {
             **vars(self),
             "certifier": replace(self.certifier, last=None),

@@ -1,4 +1,4 @@
-"""The arguments of a solver, checked once, as a checkpoint may hold them."""
+"""Check the arguments of a solver and turn them into what a checkpoint may hold."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def checked_arguments(
     whole: Iterable[str] = (),
     choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a solver as they are stored, or refuse one that the method cannot run
-    with.
+    """Return the arguments of a solver in the form that is stored; refuse invalid ones.
 
     Args:
         solver: The solver's name, for the messages.
         given: The arguments.
-        schedules: Those that are a positive number, a :class:`Power`, or its pair as it is stored;
-            each becomes its pair.
-        positive: Those that are a positive number.
-        nonnegative: Those that are a number of at least 0.
-        whole: Those that are a whole number of at least 1.
-        choices: Those that are one of a few values, with the values.
+        schedules: Names of arguments that are a positive number, a :class:`Power`, or a stored pair
+            (initial, power). Each is stored as a pair.
+        positive: Names of arguments that must be a positive number.
+        nonnegative: Names of arguments that must be a number of at least 0.
+        whole: Names of arguments that must be a whole number of at least 1.
+        choices: Names of arguments that must be one of a few values, with these values.
 
     Example:
-        >>> checked_arguments("MEHA", {"alpha": Power(1.0, -0.6), "beta": 0.02}, schedules=("alpha", "beta"))
+        >>> steps = {"alpha": Power(1.0, -0.6), "beta": 0.02}
+        >>> checked_arguments("MEHA", steps, schedules=("alpha", "beta"))
         {'alpha': (1.0, -0.6), 'beta': (0.02, 0.0)}
         >>> checked_arguments("MEHA", {"gamma": -1.0}, positive=("gamma",))
         Traceback (most recent call last):
@@ -48,15 +48,12 @@ def checked_arguments(
 
     for name in schedules:
         value = given[name]
-        # A list is what YAML has for a pair.
-        pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-        initial, power = (
-            (value.initial, value.power)
-            if isinstance(value, Power)
-            else value
-            if pair
-            else (value, 0.0)
-        )
+        if isinstance(value, Power):
+            initial, power = value.initial, value.power
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            initial, power = value  # a pair, which is a list in YAML
+        else:
+            initial, power = value, 0.0
         valid = is_number(initial) and initial > 0 and is_number(power)
         require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
         result[name] = (float(initial), float(power))
@@ -65,11 +62,8 @@ def checked_arguments(
     for name in nonnegative:
         require(name, is_number(given[name]) and given[name] >= 0, "nonnegative and finite")
     for name in whole:
-        require(
-            name,
-            is_number(given[name]) and given[name] == int(given[name]) >= 1,
-            "a positive whole number",
-        )
+        is_whole = is_number(given[name]) and given[name] == int(given[name]) >= 1
+        require(name, is_whole, "a positive whole number")
         result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))

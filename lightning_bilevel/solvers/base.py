@@ -1,5 +1,6 @@
-"""What every method is: a torch optimizer over two levels that returns a record of each outer
-iteration.
+"""The base class of all methods: a torch optimizer over two levels.
+
+Each step is one outer iteration and returns a record of it.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from lightning_bilevel.solvers.record import Progress, StepInfo
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
 
-# What else stands in a parameter group.
+# The entries of a parameter group that are not hyper-parameters of the method.
 _NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
 
 
 class BilevelOptimizer(Optimizer, ABC):
-    """A bilevel method: hyper-parameters in ``param_groups``, state in ``state``, the iterate in
-    the parameters.
+    """The base class of the bilevel methods.
 
-    A method implements :meth:`advance`, which does one outer iteration on flat vectors and returns
-    the new ones with its record.
+    Hyper-parameters are in ``param_groups``, the state of the run is in ``state``, and the iterate
+    is in the parameters. A method implements :meth:`advance`: one outer iteration on flat vectors,
+    which returns the new vectors and a record.
 
     Args:
         params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...],
             "level": "lower"}]``. A group may have a ``unit``: the method then works in u with x =
-            unit * u, which gives the level steps unit**2 times as long.
+            unit * u, which makes the steps of that level unit**2 times as long.
         defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that
             checkpoints load with ``weights_only``.
     """
 
-    # Whether the method strengthens a penalty, and says so in a `PenaltyInfo`.
+    # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
     penalised: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A module whose hyper-parameters name its solver is loaded with `weights_only`, which is
-        # torch's default.
+        # The checkpoint of a module may name its solver among the hyper-parameters. Loading it
+        # with `weights_only`, torch's default, needs the class to be registered.
         torch.serialization.add_safe_globals([cls])
 
     def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -67,26 +68,26 @@ class BilevelOptimizer(Optimizer, ABC):
     @property
     def memory(self) -> dict[str, Any]:
         """The state of the run: tensors, ints, floats and bools."""
-        # torch keeps state per parameter; what belongs to the whole run stays with the first one,
-        # as in torch's LBFGS.
+        # torch keeps state per parameter. As in torch's LBFGS, the state of the whole run is kept
+        # with the first one.
         state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
         return state
 
     @property
     def progress(self) -> Progress:
         """How far the run has come."""
-        m = self.memory
+        memory = self.memory
         return Progress(
-            m["iteration"],
-            m["inner_iterations"],
-            m["passes"],
-            m["optimization_time"],
-            m.get("penalty_updates"),
+            memory["iteration"],
+            memory["inner_iterations"],
+            memory["passes"],
+            memory["optimization_time"],
+            memory.get("penalty_updates"),
         )
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
-        """The constants that are known, for those who show a run."""
+        """The constants that have a value, for callbacks and reports that show a run."""
         return {
             name: value
             for name, value in self.constants.items()
@@ -95,14 +96,12 @@ class BilevelOptimizer(Optimizer, ABC):
 
     @property
     def envelope(self) -> Envelope | None:
-        """The Moreau envelope that the method itself relaxes with, if any, in the user's own y."""
+        """The Moreau envelope of the method's own relaxation, if any, in the user's y."""
         return None
 
     @property
     def chosen(self) -> list[tuple[str, str]]:
-        """The constants that the method has chosen for itself, each with its value and where that
-        comes from.
-        """
+        """The constants that the method has chosen itself, each with its value and its origin."""
         return []
 
     @property
@@ -118,18 +117,16 @@ class BilevelOptimizer(Optimizer, ABC):
 
         Args:
             problem: The problem, in the units of the parameter groups.
-            x: The upper-level variables; the very tensor that the last iteration returned, if
-                nothing has changed since.
+            x: The upper-level variables. If nothing has changed since the last iteration, this is
+                the same tensor object that it returned.
             y: The lower-level variables, likewise.
 
         Returns:
-            The new x and y, and the record, of which :meth:`step` fills in what it knows itself.
+            The new x and y, and the record. :meth:`step` fills in its remaining fields.
         """
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Look at the problem before an iteration, and return by how much to multiply the unit of
-        the upper level.
-        """
+        """Look at the problem before an iteration; return a factor for the unit of x."""
         return 1.0
 
     @torch.no_grad()
@@ -139,11 +136,11 @@ class BilevelOptimizer(Optimizer, ABC):
         """Do one outer iteration on the problem and write the new point into the parameters.
 
         Args:
-            closure: Called once; it is how Lightning counts a step. Where no problem is given, it
-                returns the problem, as in ``solver.step(lambda: problem)``: an optimizer that
-                Fabric has wrapped takes a closure and nothing else.
-            problem: f and g. As long as it is the same object, what is known of the current point
-                is used again.
+            closure: Called once; Lightning counts a step by it. If ``problem`` is missing, the
+                closure returns it, as in ``solver.step(lambda: problem)``: an optimizer that Fabric
+                has wrapped takes a closure and nothing else.
+            problem: f and g. As long as it is the same object, the evaluation of the current point
+                is reused.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -155,21 +152,26 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
                 "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
             )
-        began, calls, memory = time.perf_counter(), problem.calls, self.memory
-        before, scaled = dict(memory), self._in_units(problem)
+        began = time.perf_counter()
+        calls = problem.calls
+        memory = self.memory
+        before = dict(memory)
+        scaled = self._in_units(problem)
         try:
             x, y = self._current(scaled)
             factor = self.prepare(scaled, x, y)
             if factor != 1.0:
                 self.param_groups[0]["unit"] *= factor
-                scaled.forget()  # nobody asks it again
-                spent, scaled = scaled.calls, self._in_units(problem)
-                scaled.calls, x = spent, x / factor
+                scaled.forget()  # the problem in the old units is not used again
+                spent = scaled.calls
+                scaled = self._in_units(problem)
+                scaled.calls = spent
+                x = x / factor
             new_x, new_y, info = self.advance(scaled, x, y)
-            step = (
-                math.hypot(norm(new_x - x), norm(new_y - y)) if math.isnan(info.step) else info.step
-            )
-            # Before it is written: the parameters stay at the last good point.
+            step = info.step
+            if math.isnan(step):
+                step = math.hypot(norm(new_x - x), norm(new_y - y))
+            # Checked before the parameters are written: they stay at the last good point.
             if not math.isfinite(step):
                 sizes = f"{norm(x):.3g}, {norm(y):.3g}"
                 raise NonFiniteError(
@@ -192,7 +194,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
         memory["passes"] += (problem.calls - calls).passes
-        # Processes agree on the time too: what stops by it stops them all in the same iteration.
+        # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return replace(
             info,
@@ -204,9 +206,7 @@ class BilevelOptimizer(Optimizer, ABC):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters beyond the two levels, such as those that a finetuning callback
-        unfreezes.
-        """
+        """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
             raise ValueError(
                 f"`{type(self).__name__}.add_param_group` cannot take parameters into a run whose "
@@ -216,9 +216,7 @@ class BilevelOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run, also one that was saved before units were an option of the
-        groups.
-        """
+        """Load the state of a run; a state saved before groups had units is accepted too."""
         groups = [
             {"unit": mine["unit"], **saved}
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
@@ -242,9 +240,7 @@ class BilevelOptimizer(Optimizer, ABC):
         return [group["unit"] for group in self.param_groups]
 
     def _in_units(self, problem: BilevelProblem) -> BilevelProblem:
-        """Return the problem in the variables u and v, x = unit * u and y = unit * v, with its
-        count of calls.
-        """
+        """Return the problem in u and v, x = unit * u and y = unit * v, with its count of calls."""
         if self._units == [1.0, 1.0]:
             return problem
         if self._scaled is None or self._scaled[0] is not problem or self._scaled[1] != self._units:
@@ -253,18 +249,22 @@ class BilevelOptimizer(Optimizer, ABC):
         return self._scaled[2]
 
     def _current(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Return x and y: the very tensors of the last iteration if problem and parameters are
-        still the same.
+        """Return x and y.
+
+        They are the same tensor objects as those of the last iteration if neither the problem nor
+        the parameters have changed.
         """
         unchanged = self._point is not None and self._point[0] is problem and self._is_written()
-        # A process that evaluates anew what another one knows would wait for it for ever.
-        unchanged = (
-            problem.mean_over_ranks(float(unchanged), self.param_groups[0]["params"][0]) == 1.0
-        )
-        return self._point[1:] if unchanged and self._point else self._read(problem)
+        # All processes decide alike: one that evaluates the point again while another reuses its
+        # evaluation would wait for it for ever.
+        parameter = self.param_groups[0]["params"][0]
+        unchanged = problem.mean_over_ranks(float(unchanged), parameter) == 1.0
+        if unchanged and self._point:
+            return self._point[1:]
+        return self._read(problem)
 
     def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parameters, each with its part of x or y."""
+        """Yield the parameters, each with its part of x or y."""
         for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
             vector = vector if unit == 1.0 else vector * unit
             blocks = torch.split(vector, [p.numel() for p in group["params"]])
@@ -275,24 +275,24 @@ class BilevelOptimizer(Optimizer, ABC):
         return all(torch.equal(parameter, block) for parameter, block in self._written)
 
     def _read(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Read x and y from the parameters, and into their sets if they are outside."""
+        """Read x and y from the parameters; project them if they are outside their sets."""
         point = []
         levels = zip(
             self.param_groups, (problem.upper_set, problem.lower_set), self._units, strict=True
         )
         for group, convex_set, unit in levels:
-            given = torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            vector = torch.cat([p.detach().reshape(-1) for p in group["params"]])
             saved = self.memory.get(f"{group['level']}_in_units")
-            if saved is not None and torch.equal(saved * unit, given):
+            if saved is not None and torch.equal(saved * unit, vector):
                 point.append(saved)
                 continue
-            given = given / unit
-            projected = convex_set.project(given)
-            moved = norm(projected - given)
-            # A point that was projected before may move by a rounding: a resumed run goes on from
-            # where it was.
-            if moved <= 1e2 * torch.finfo(given.dtype).eps * norm(given):
-                point.append(given)
+            vector = vector / unit
+            projected = convex_set.project(vector)
+            moved = norm(projected - vector)
+            # Projecting a projected point again may move it by a rounding error. A resumed run
+            # continues exactly where it was, so such a point is left alone.
+            if moved <= 1e2 * torch.finfo(vector.dtype).eps * norm(vector):
+                point.append(vector)
                 continue
             warnings.warn(
                 f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, "

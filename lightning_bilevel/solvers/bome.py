@@ -34,9 +34,10 @@ class BOME(BilevelOptimizer):
     .. math::
         \theta &= y^k, \quad\text{then T times}\quad
           \theta \leftarrow P_Y\bigl(\theta - \alpha \nabla_y g(x^k, \theta)\bigr) \\
-        \nabla q &= \bigl(\nabla_x g(x^k, y^k) - \nabla_x g(x^k, \theta),\; \nabla_y g(x^k, y^k)\bigr) \\
-        \lambda_k &= \max\bigl\{(\phi_k - \langle \nabla f, \nabla q \rangle) / (\|\nabla q\|^2 + 10^{-8}),\; 0\bigr\},
-          \quad \phi_k = \eta \|\nabla q\|^2 \\
+        \nabla q &= \bigl(\nabla_x g(x^k, y^k) - \nabla_x g(x^k, \theta),\;
+          \nabla_y g(x^k, y^k)\bigr) \\
+        \lambda_k &= \max\bigl\{(\phi_k - \langle \nabla f, \nabla q \rangle)
+          / (\|\nabla q\|^2 + 10^{-8}),\; 0\bigr\}, \quad \phi_k = \eta \|\nabla q\|^2 \\
         w^{k+1} &= P_{X \times Y}\bigl(w^k - \xi [\nabla f(w^k) + \lambda_k \nabla q]\bigr)
 
     Assumption on g: g(x, .) satisfies the Polyak-Lojasiewicz (PL) condition. Guarantee: an
@@ -63,8 +64,8 @@ class BOME(BilevelOptimizer):
             Approach. NeurIPS 2022.
 
     Notes:
-        The authors' toy code has the gradient barrier, their hyper-cleaning code the value barrier;
-        which one the settings of the paper that this library follows belong to is not said.
+        The authors' toy code has the gradient barrier, their hyper-cleaning code the value barrier.
+        The paper that this library follows does not say which of them its settings are for.
     """
 
     def __init__(
@@ -90,16 +91,18 @@ class BOME(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
-        theta = descend(here, y, c["alpha"], c["T"], Y)
-        f, q = problem.upper(x, y), here.gap(y, theta)
+        c = self.constants
+        here = problem.at(x)
+        theta = descend(here, y, c["alpha"], c["T"], problem.lower_set)
+        f = problem.upper(x, y)
+        q = here.gap(y, theta)
         square = dot(q.grad_x, q.grad_x) + dot(q.grad_y, q.grad_y)
         product = dot(f.grad_x, q.grad_x) + dot(f.grad_y, q.grad_y)
         phi = c["eta"] * (square if c["barrier"] == "gradient" else q.value_y - q.value_z)
         # lambda = max((phi - <grad f, grad q>) / (|grad q|^2 + 1e-8), 0)
         weight = max((phi - product) / (square + _GUARD), 0.0)
-        x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], X)
-        y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], Y)
+        x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], problem.upper_set)
+        y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], problem.lower_set)
         info = MultiplierInfo(
             upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight
         )

@@ -29,7 +29,8 @@ class F2SA(BilevelOptimizer):
 
     .. math::
         z &\leftarrow P_Y\bigl(z - \gamma_k \nabla_y g(x^k, z)\bigr), \qquad
-          y \leftarrow P_Y\bigl(y - \alpha_k [\nabla_y f(x^k, y) + \lambda_k \nabla_y g(x^k, y)]\bigr) \\
+          y \leftarrow P_Y\bigl(y - \alpha_k [\nabla_y f(x^k, y)
+          + \lambda_k \nabla_y g(x^k, y)]\bigr) \\
         x^{k+1} &= P_X\bigl(x^k - \xi \alpha_k [\nabla_x f(x^k, y^{k+1})
           + \lambda_k (\nabla_x g(x^k, y^{k+1}) - \nabla_x g(x^k, z^{k+1}))]\bigr) \\
         \lambda_k &= \lambda_0 \alpha_0 / \alpha_k
@@ -96,24 +97,24 @@ class F2SA(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, k, here, X, Y = (
-            self.constants,
-            self.memory["iteration"],
-            problem.at(x),
-            problem.upper_set,
-            problem.lower_set,
-        )
-        alpha, gamma, weight = value_at(c["alpha"], k), value_at(c["gamma"], k), c["lambda0"]
+        c = self.constants
+        k = self.memory["iteration"]
+        here = problem.at(x)
+        alpha = value_at(c["alpha"], k)
+        gamma = value_at(c["gamma"], k)
+        weight = c["lambda0"]
         if c["multiplier"] == "growing":
             weight *= value_at(c["alpha"], 0) / alpha  # lambda_k = lambda_0 alpha_0 / alpha_k
-        y_new, z = y, remembered(self, "z", y)
+        y_new = y
+        z = remembered(self, "z", y)
         for _ in range(c["T"]):
-            z = descend(here, z, gamma, 1, Y)
+            z = descend(here, z, gamma, 1, problem.lower_set)
             upper, f_y = problem.upper_y(x, y_new)
-            y_new = plain(y_new, f_y + weight * here.gradient(y_new), alpha, Y)
+            y_new = plain(y_new, f_y + weight * here.gradient(y_new), alpha, problem.lower_set)
         # x moves with the new y and z.
         lower, gap_x = here.gap_x(y_new, z)
-        x_new = plain(x, problem.upper_x(x, y_new) + weight * gap_x, c["xi"] * alpha, X)
+        d_x = problem.upper_x(x, y_new) + weight * gap_x
+        x_new = plain(x, d_x, c["xi"] * alpha, problem.upper_set)
         self.memory["z"] = z
         info = MultiplierInfo(
             upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight

@@ -13,22 +13,21 @@ __all__ = ["descend", "remembered"]
 
 
 def remembered(optimizer: BilevelOptimizer, name: str, y: Tensor) -> Tensor:
-    """Return the inner variable that the method keeps under a name; it starts at y."""
-    saved = optimizer.memory.get(name)
+    """Return the inner variable that the method has saved under a name; it starts at y."""
+    saved: Tensor | None = optimizer.memory.get(name)
     if saved is None:
         return y
-    kept: Tensor = saved
-    if kept.shape != y.shape:
+    if saved.shape != y.shape:
         raise ValueError(
-            f"`{type(optimizer).__name__}` keeps {name} of {kept.numel()} coordinates, and the "
+            f"`{type(optimizer).__name__}` keeps {name} of {saved.numel()} coordinates, and the "
             f"lower level has {y.numel()}: the state was saved for another lower level."
         )
-    return kept
+    return saved
 
 
 def descend(lower: LowerLevel, z: Tensor, step: float, steps: int, lower_set: ConvexSet) -> Tensor:
     r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
     for number in range(steps):
-        # Methods that start at y ask for the gap at y when they are done.
+        # Methods that start at y need the gap at y afterwards, so the first gradient is kept.
         z = plain(z, lower.gradient(z, keep=number == 0), step, lower_set)
     return z

@@ -27,9 +27,7 @@ GROWING = Power(1.0, 0.25)
 def checked_steps(
     solver: str, choices: dict[str, Any] | None = None, **given: Any
 ) -> dict[str, Any]:
-    """Return the checked arguments of a method on a penalised Moreau gap, with the learning rate
-    that it starts with.
-    """
+    """Return the checked arguments of a method on a penalised Moreau gap, and its first lr."""
     constants = checked_arguments(
         solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices
     )
@@ -39,10 +37,9 @@ def checked_steps(
 def prox_step(
     lower: LowerLevel, theta: Tensor, y: Tensor, eta: float, gamma: float, lower_set: ConvexSet
 ) -> Tensor:
-    r"""Return :math:`\theta^+ = P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
-    return projected_step(
-        theta, slope_of_psi(lower.gradient(theta), theta, y, gamma), eta, lower_set
-    )
+    r"""Return :math:`P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
+    slope = slope_of_psi(lower.gradient(theta), theta, y, gamma)
+    return projected_step(theta, slope, eta, lower_set)
 
 
 def bracket_x(
@@ -56,12 +53,11 @@ def bracket_x(
 def bracket_y(
     problem: BilevelProblem, lower: LowerLevel, y: Tensor, theta: Tensor, c: float, gamma: float
 ) -> tuple[Tensor, float, float]:
-    r"""Return :math:`d_y = \nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, with the
-    values of f and g.
-    """
+    r"""Return :math:`\nabla_y f(x, y)/c + \nabla_y g(x, y) - (y - \theta)/\gamma`, f and g."""
     f, f_y = problem.upper_y(lower.x, y)
     g, g_y = lower.value_and_gradient(y)
-    return torch.add(g_y, f_y, alpha=1 / c).sub_(y - theta, alpha=1 / gamma), f, g
+    d_y = torch.add(g_y, f_y, alpha=1 / c).sub_(y - theta, alpha=1 / gamma)
+    return d_y, f, g
 
 
 class MEHA(BilevelOptimizer):
@@ -72,7 +68,8 @@ class MEHA(BilevelOptimizer):
     :math:`\theta` follows the minimiser by one step per iteration, from :math:`\theta^0 = y^0`:
 
     .. math::
-        \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k) + (\theta^k - y^k)/\gamma]\bigr) \\
+        \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k)
+          + (\theta^k - y^k)/\gamma]\bigr) \\
         x^{k+1} &= P_X\bigl(x^k - \alpha_k [\nabla_x f(x^k, y^k)/c_k + \nabla_x g(x^k, y^k)
           - \nabla_x g(x^k, \theta^{k+1})]\bigr) \\
         y^{k+1} &= P_Y\bigl(y^k - \beta_k [\nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k)
@@ -124,21 +121,17 @@ class MEHA(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
-        k, gamma, X, Y = (
-            self.memory["iteration"],
-            self.constants["gamma"],
-            problem.upper_set,
-            problem.lower_set,
-        )
+        k = self.memory["iteration"]
+        gamma = self.constants["gamma"]
         alpha, beta, eta, c = (
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
-        theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
-        x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, X)
+        theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, problem.lower_set)
+        x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
         # y moves at the new x.
         there = problem.at(x_new)
         d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
-        y_new = projected_step(y, d_y, beta, Y)
+        y_new = projected_step(y, d_y, beta, problem.lower_set)
         self.memory["theta"] = theta
         return x_new, y_new, StepInfo(upper=upper, lower=lower, inner_iterations=1, lr=alpha)

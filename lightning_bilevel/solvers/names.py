@@ -1,6 +1,4 @@
-"""All logged names in one table: what they are called, what they mean, and where TensorBoard shows
-them.
-"""
+"""The table of all logged names, with their meanings and their charts in TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ class Name(NamedTuple):
     """A quantity that is logged.
 
     Attributes:
-        tag: Its name with loggers and in ``trainer.callback_metrics``.
+        tag: Its name in loggers and in ``trainer.callback_metrics``.
         meaning: What it is, in words.
         chart: The group and the title of its chart in TensorBoard's custom scalars; empty if it has
             none.
-        attribute: The attribute of the record that it is; empty for what a monitor computes.
+        attribute: The attribute of the record that holds it; empty if a monitor computes it.
         penalised: Whether only a method that strengthens a penalty has it, such as IVSP.
     """
 
@@ -28,13 +26,11 @@ class Name(NamedTuple):
     penalised: bool = False
 
 
-_FEASIBILITY, _KKT, _PENALTY, _SEARCH, _COST = (
-    "feasibility",
-    "KKT",
-    "penalty",
-    "line search",
-    "cost",
-)
+_FEASIBILITY = "feasibility"
+_KKT = "KKT"
+_PENALTY = "penalty"
+_SEARCH = "line search"
+_COST = "cost"
 _DISTANCE = (_FEASIBILITY, "|y - z| and its bound where R <= 0")
 _RESIDUALS = (_KKT, "residuals")
 _MAXIMUM = (_KKT, "their maximum, and the best so far")
@@ -127,7 +123,8 @@ NAMES = (
 
 
 def tag_of(attribute: str) -> str:
-    """Return the logged name of an attribute of a record; one that the table does not have is
-    called by its own.
+    """Return the logged name of an attribute of a record.
+
+    An attribute that is not in the table is logged under its own name.
     """
     return next((name.tag for name in NAMES if name.attribute == attribute), f"bilevel/{attribute}")

@@ -33,11 +33,13 @@ class PNGBiO(BilevelOptimizer):
     and :math:`\|\cdot\|_\circ = \|\cdot\| + 10^{-12}`:
 
     .. math::
-        \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k) + (\theta^k - y^k)/\gamma]\bigr) \\
+        \theta^{k+1} &= P_Y\bigl(\theta^k - \eta_k [\nabla_y g(x^k, \theta^k)
+          + (\theta^k - y^k)/\gamma]\bigr) \\
         x^{k+1} &= P_X\bigl(x^k - \alpha_k d_x / \|d_x\|_\circ\bigr), \quad
           d_x = \nabla_x f(x^k, y^k)/c_k + \nabla_x g(x^k, y^k) - \nabla_x g(x^k, \theta^{k+1}) \\
         y^{k+1} &= P_Y\bigl(y^k - \beta_k d_y / \|d_y\|_\circ\bigr), \quad
-          d_y = \nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k) - (y^k - \theta^{k+1})/\gamma
+          d_y = \nabla_y f(x^{k+1}, y^k)/c_k + \nabla_y g(x^{k+1}, y^k)
+          - (y^k - \theta^{k+1})/\gamma
 
     Assumption on g: g(x, .) is weakly convex, and f and g are smooth in a generalised sense (the
     curvature may grow with the gradient). Guarantee: stationarity of the penalised problem and
@@ -91,19 +93,18 @@ class PNGBiO(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
-        k, gamma, X, Y = (
-            self.memory["iteration"],
-            self.constants["gamma"],
-            problem.upper_set,
-            problem.lower_set,
-        )
+        k = self.memory["iteration"]
+        gamma = self.constants["gamma"]
+        X = problem.upper_set
+        Y = problem.lower_set
         alpha, beta, eta, c = (
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
         theta = prox_step(here, remembered(self, "theta", y), y, eta, gamma, Y)
         if self.constants["norms"] == "joint":
-            f, gap = problem.upper(x, y), here.gap(y, theta)
+            f = problem.upper(x, y)
+            gap = here.gap(y, theta)
             upper, lower = f.value, gap.value_y
             d_x = f.grad_x / c + gap.grad_x
             d_y = f.grad_y / c + gap.grad_y - (y - theta) / gamma

@@ -1,5 +1,6 @@
-"""The record of an outer iteration, which is all that logs, callbacks and comparisons know of a
-solver.
+"""The record of an outer iteration.
+
+Loggers, callbacks and comparisons see of a solver nothing but its records.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ __all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    r"""What one outer iteration did.
+    r"""The record of one outer iteration.
 
-    A method fills in the first three, and lr if its step changes; the rest is known to
-    :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+    A method fills in the first three fields, and lr if its step size changes;
+    :class:`~lightning_bilevel.solvers.base.BilevelOptimizer` fills in the rest.
 
     Attributes:
         upper: f at the last point where the iteration evaluated it (for IVSP the new point; each
             method says which).
         lower: g(x, y), likewise.
         inner_iterations: Gradient steps on the lower level.
-        lr: The step size of the upper level, which a LearningRateMonitor sees; None leaves that of
-            the parameter groups.
+        lr: The step size of the upper level, which a LearningRateMonitor shows; None leaves the one
+            in the parameter groups unchanged.
         iteration: The number of the iteration, from 1.
-        step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; a method that knows
-            it may say so.
+        step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; computed if the
+            method leaves it at nan.
         calls: Evaluations of f and g.
         passes: Forward and backward passes since the start of the run.
-        optimization_time: Seconds spent in the solver since then.
+        optimization_time: Seconds spent in the solver since the start of the run.
     """
 
     upper: float
@@ -58,11 +59,11 @@ class StepInfo:
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "lower")
 
     def metrics(self) -> dict[str, float]:
-        """Return what loggers and callbacks see of the iteration."""
+        """Return the numbers that loggers and callbacks see, by tag."""
         return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
 
     def shown(self) -> dict[str, float]:
-        """Return what an ordinary progress bar shows of the iteration."""
+        """Return the numbers that an ordinary progress bar shows, by tag."""
         return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.SHOWN)}
 
 
@@ -75,7 +76,7 @@ class Progress:
         inner_iterations: Gradient steps on the lower level.
         passes: Forward and backward passes.
         optimization_time: Seconds spent in the solver.
-        penalty_updates: How often the penalty was strengthened; None for a method without that.
+        penalty_updates: How often the penalty was strengthened; None if the method never does so.
     """
 
     iterations: int
@@ -87,8 +88,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiplierInfo(StepInfo):
-    """What one outer iteration did of a method that weights the gap g(x, y) - g(x, z) of its inner
-    variable z.
+    """The record of a method that weights the gap g(x, y) - g(x, z) of its inner variable z.
 
     Attributes:
         multiplier: The weight of the gap in this iteration.
@@ -101,8 +101,7 @@ class MultiplierInfo(StepInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyInfo(StepInfo):
-    r"""What one outer iteration did of a method that searches along a smoothed penalty function,
-    which it strengthens.
+    r"""The record of a method with a line search on a smoothed penalty function.
 
     Attributes:
         residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point.
@@ -111,13 +110,14 @@ class PenaltyInfo(StepInfo):
         gamma: :math:`\gamma_k`, the inverse penalty.
         multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
         penalty_updated: Whether this iteration strengthened the penalty.
-        penalty_updates: How often that has happened, :math:`t_{k+1}`.
+        penalty_updates: How often the penalty was strengthened so far, :math:`t_{k+1}`.
         trials: Trials of the line search.
         L: The accepted :math:`L_k`.
         L_start: The first trial's :math:`L_{k,0}`.
         gamma_next: :math:`\gamma_{k+1}`, the inverse penalty of the next iteration.
-        threshold: :math:`2 a_\phi \mu_k`, above which a residual strengthens the penalty,
-        step_bound: :math:`c_2 \mu_k \gamma_k`, if the step is at most that.
+        threshold: :math:`2 a_\phi \mu_k`. A residual above it strengthens the penalty if the step
+            is at most step_bound.
+        step_bound: :math:`c_2 \mu_k \gamma_k`.
         halvings: How often the step of the inner loop has been halved.
         capped: Whether the line search used up its trials or ended at L_max.
     """

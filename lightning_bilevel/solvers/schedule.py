@@ -18,7 +18,7 @@ __all__ = ["Power", "is_number", "value_at"]
 class Power:
     r"""The schedule :math:`a_k = a_0 (k + 1)^p`, k from 0.
 
-    In YAML it is ``{initial: 0.7, power: -0.5}``, where a plain number stands for a constant.
+    In YAML it is ``{initial: 0.7, power: -0.5}``; a plain number is a constant schedule.
 
     Args:
         initial: :math:`a_0`, positive.

@@ -28,10 +28,13 @@ class SLM(BilevelOptimizer):
     y:
 
     .. math::
-        z &= y^r, \quad\text{then T times}\quad z \leftarrow P_Y\bigl(z - \gamma \nabla_y g(x^r, z)\bigr) \\
-        x^{r+1} &= P_X\bigl(x^r - \eta [\nabla_x f + \lambda_r (\nabla_x g(x^r, y^r) - \nabla_x g(x^r, z))]\bigr) \\
+        z &= y^r, \quad\text{then T times}\quad
+          z \leftarrow P_Y\bigl(z - \gamma \nabla_y g(x^r, z)\bigr) \\
+        x^{r+1} &= P_X\bigl(x^r - \eta [\nabla_x f
+          + \lambda_r (\nabla_x g(x^r, y^r) - \nabla_x g(x^r, z))]\bigr) \\
         y^{r+1} &= P_Y\bigl(y^r - \alpha [\nabla_y f + \lambda_r \nabla_y g(x^r, y^r)]\bigr) \\
-        \lambda_{r+1} &= \max\bigl\{0,\; \lambda_r + \tau [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\bigr\}
+        \lambda_{r+1} &= \max\bigl\{0,\; \lambda_r
+          + \tau [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\bigr\}
 
     with the gradients of f at :math:`(x^r, y^r)`. Assumption on g: g(x, .) satisfies the
     Polyak-Lojasiewicz (PL) condition and the constraint is regular. Guarantee: an epsilon-KKT point
@@ -52,9 +55,9 @@ class SLM(BilevelOptimizer):
         lambda0: :math:`\lambda_0`, the first multiplier.
         restart: Whether z starts at y in each iteration, as above, or goes on from where it was.
         dual: ``"ascent"`` is the above. ``"damped"`` reads gamma as the step and tau as the damping
-            of the multiplier,
-            :math:`\lambda_{r+1} = \max\{0, (1 - \tau) \lambda_r + \gamma [g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta]\}`;
-            z then steps with alpha, as y does.
+            of the multiplier, :math:`\lambda_{r+1} = \max\{0, (1 - \tau) \lambda_r + \gamma s\}`
+            with :math:`s = g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta`; z then steps with alpha,
+            as y does.
 
     The defaults are generic, but for delta, the relaxation that the paper uses for IVSP.
 
@@ -91,8 +94,9 @@ class SLM(BilevelOptimizer):
             "T": T,
             "delta": delta,
             "lambda0": lambda0,
+            "restart": restart,
+            "dual": dual,
         }
-        given |= {"restart": restart, "dual": dual}
         constants = checked_arguments(
             "SLM",
             given,
@@ -112,22 +116,20 @@ class SLM(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, weight, X, Y = (
-            self.constants,
-            self.memory["lambda"],
-            problem.upper_set,
-            problem.lower_set,
-        )
-        # In the damped reading gamma and tau belong to the multiplier.
-        damped = c["dual"] == "damped"
-        inner_step, dual_step, damping = (
-            (c["alpha"], c["gamma"], c["tau"]) if damped else (c["gamma"], c["tau"], 0.0)
-        )
+        c = self.constants
+        weight = self.memory["lambda"]
+        if c["dual"] == "damped":
+            # In this reading gamma and tau belong to the multiplier.
+            inner_step, dual_step, damping = c["alpha"], c["gamma"], c["tau"]
+        else:
+            inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
         here = problem.at(x)
-        z = descend(here, y if c["restart"] else remembered(self, "z", y), inner_step, c["T"], Y)
-        f, gap = problem.upper(x, y), here.gap(y, z)
-        x_new = plain(x, f.grad_x + weight * gap.grad_x, c["eta"], X)
-        y_new = plain(y, f.grad_y + weight * gap.grad_y, c["alpha"], Y)
+        z_start = y if c["restart"] else remembered(self, "z", y)
+        z = descend(here, z_start, inner_step, c["T"], problem.lower_set)
+        f = problem.upper(x, y)
+        gap = here.gap(y, z)
+        x_new = plain(x, f.grad_x + weight * gap.grad_x, c["eta"], problem.upper_set)
+        y_new = plain(y, f.grad_y + weight * gap.grad_y, c["alpha"], problem.lower_set)
         there = problem.at(x_new)
         lower = there.value(y_new)
         slack = lower - there.value(z) - c["delta"]

@@ -1,4 +1,4 @@
-"""How a level moves along a direction that a method has found."""
+"""The step of a level along a direction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_bilevel.core.sets import ConvexSet
 
 __all__ = ["StepRule", "plain"]
 
-# (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` is
-# one too.
+# (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
+# this type too.
 StepRule = Callable[[Tensor, Tensor, float, ConvexSet], Tensor]
 
 

@@ -26,8 +26,10 @@ class VPBGD(BilevelOptimizer):
     y:
 
     .. math::
-        w &= y^k, \quad\text{then T times}\quad w \leftarrow P_Y\bigl(w - \beta \nabla_y g(x^k, w)\bigr) \\
-        x^{k+1} &= P_X\bigl(x^k - \alpha [\nabla_x f + \gamma_k (\nabla_x g(x^k, y^k) - \nabla_x g(x^k, w))]\bigr) \\
+        w &= y^k, \quad\text{then T times}\quad
+          w \leftarrow P_Y\bigl(w - \beta \nabla_y g(x^k, w)\bigr) \\
+        x^{k+1} &= P_X\bigl(x^k - \alpha [\nabla_x f
+          + \gamma_k (\nabla_x g(x^k, y^k) - \nabla_x g(x^k, w))]\bigr) \\
         y^{k+1} &= P_Y\bigl(y^k - \alpha [\nabla_y f + \gamma_k \nabla_y g(x^k, y^k)]\bigr)
 
     with the gradients of f at :math:`(x^k, y^k)`. Assumption on g: g(x, .) satisfies the
@@ -81,12 +83,16 @@ class VPBGD(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, here, X, Y = self.constants, problem.at(x), problem.upper_set, problem.lower_set
-        alpha, gamma = c["alpha"], value_at(c["gamma"], self.memory["iteration"])
-        w = descend(here, y if c["restart"] else remembered(self, "w", y), c["beta"], c["T"], Y)
-        f, gap = problem.upper(x, y), here.gap(y, w)
-        x_new = plain(x, f.grad_x + gamma * gap.grad_x, alpha, X)
-        y_new = plain(y, f.grad_y + gamma * gap.grad_y, alpha, Y)
+        c = self.constants
+        alpha = c["alpha"]
+        gamma = value_at(c["gamma"], self.memory["iteration"])
+        here = problem.at(x)
+        w_start = y if c["restart"] else remembered(self, "w", y)
+        w = descend(here, w_start, c["beta"], c["T"], problem.lower_set)
+        f = problem.upper(x, y)
+        gap = here.gap(y, w)
+        x_new = plain(x, f.grad_x + gamma * gap.grad_x, alpha, problem.upper_set)
+        y_new = plain(y, f.grad_y + gamma * gap.grad_y, alpha, problem.lower_set)
         if not c["restart"]:
             self.memory["w"] = w
         info = MultiplierInfo(

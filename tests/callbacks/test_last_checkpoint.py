@@ -107,7 +107,10 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
         return real(*args)
 
     monkeypatch.setattr(files.os, fails, full)
-    sentence = r"checkpoint .*last.ckpt could not be written \(.*No space left on device\): the one before, of iteration 2, is still"
+    sentence = (
+        r"checkpoint .*last.ckpt could not be written \(.*No space left on device\): the one "
+        r"before, of iteration 2, is still"
+    )
     with pytest.raises(CheckpointError, match=sentence):
         run_with(tmp_path, LastCheckpoint(tmp_path, 1e-9), Weighting())
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
@@ -117,6 +120,24 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     assert same_parameters(
         resumed, run_with(tmp_path, LastCheckpoint(tmp_path / "other"), Weighting())
     )
+
+
+def test_a_full_disk_at_the_end_names_the_iteration_of_the_file_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is saved twice: once more when the other callbacks have finished."""
+    real, calls = os.fsync, [0]
+
+    def full(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 3:  # one for each step, and then the end
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"the one before, of iteration 3, is still there"):
+        run_with(tmp_path, LastCheckpoint(tmp_path, 1e-9), Weighting(), steps=3)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_before_training(tmp_path: Path) -> None:

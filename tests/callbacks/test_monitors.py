@@ -1,4 +1,4 @@
-"""The monitors: they tell the truth, for every solver, disturb nothing, and go on after a resume."""
+"""The monitors: true for every solver, without effect on the run, and resumed with it."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def weighting(solver: Solver) -> Weighting:
 
 
 def as_problem(module: Weighting, envelope: Envelope) -> Problem:
-    """The same f and g as functions of flat vectors in float64, written without the library's
-    evaluation of modules.
-    """
+    """The same f and g on flat vectors in float64, without the library's evaluation of modules."""
     sizes = [6, 3]
 
     def doubled(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,10 +296,8 @@ class TestKKTMonitor:
     @every_solver
     def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: Solver) -> None:
         logger, points = TensorBoardLogger(tmp_path), Points()
-        monitor, report = (
-            KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9),
-            CertificateReport(),
-        )
+        monitor = KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9)
+        report = CertificateReport()
         module = weighting(solver)
         callbacks = [monitor, report, points]
         run = trainer(
@@ -345,11 +341,9 @@ class TestKKTMonitor:
     def test_stops_at_epsilon_and_says_why(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        logger, monitor, recorder = (
-            TensorBoardLogger(tmp_path),
-            KKTMonitor(epsilon=1.0, every_n_steps=5),
-            Recorder(),
-        )
+        logger = TensorBoardLogger(tmp_path)
+        monitor = KKTMonitor(epsilon=1.0, every_n_steps=5)
+        recorder = Recorder()
         module = SineProblem(n=30, solver=PAPER)
         ours = trainer(
             tmp_path,
@@ -518,15 +512,12 @@ class TestIntervals:
             return now[0]
 
         monkeypatch.setattr("lightning_bilevel.callbacks.monitor.time.monotonic", monotonic)
-        assert self.looks(tmp_path, every_n_seconds=1e9, share=0) == [
-            10,
-            20,
-        ]  # the first validation and the end
+        # The first validation and the end.
+        assert self.looks(tmp_path, every_n_seconds=1e9, share=0) == [10, 20]
         looked = self.looks(tmp_path, every_n_seconds=6.0, share=0)
         assert len(looked) >= 3
-        assert all(
-            1 < after - before <= 6 for before, after in pairwise(looked)
-        )  # the clock runs at every step, and no faster
+        # The clock runs at every step, and no faster.
+        assert all(1 < after - before <= 6 for before, after in pairwise(looked))
         assert looked[-1] == 20
 
     def test_validation_looks_stay_within_their_share(self, tmp_path: Path, clock: Clock) -> None:
@@ -746,12 +737,8 @@ def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:
         info.name.tag for info in metrics
     }
     losses = events(Path(logger.log_dir)).Scalars("val_loss")
-    assert {event.step for event in losses} <= {
-        9,
-        10,
-        19,
-        20,
-    }  # not at step 0, where the curve would jump
+    # Not at step 0, where the curve would jump.
+    assert {event.step for event in losses} <= {9, 10, 19, 20}
 
 
 def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
@@ -770,9 +757,7 @@ def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
 
 
 def test_records_are_what_the_monitors_see(tmp_path: Path) -> None:
-    """The last record and the solver's constants are all that the monitors rest on: they are plain
-    values.
-    """
+    """Monitors rest on the last record and the solver's constants alone: they are plain values."""
     module = Weighting()
     trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
     assert module.last_step is not None

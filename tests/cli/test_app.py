@@ -74,9 +74,8 @@ def test_a_budget_stops_fit_from_yaml(
         "--trainer.enable_model_summary=false",
         config=tmp_path / "budget.yaml",
     )
-    assert (
-        "optimisation time" in capsys.readouterr().out
-    )  # it ended by itself, without a limit on steps or epochs
+    # It ended by itself, without a limit on steps or epochs.
+    assert "optimisation time" in capsys.readouterr().out
 
 
 MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
@@ -324,7 +323,10 @@ class TestWhatIsNoCheckpoint:
         [
             (
                 "bare",
-                "is a file of torch, but no checkpoint of Lightning: it must be what `Trainer.save_checkpoint`",
+                (
+                    "is a file of torch, but no checkpoint of Lightning: it must be what "
+                    "`Trainer.save_checkpoint`"
+                ),
             ),
             ("tensor", "is a file of torch, but no checkpoint of Lightning"),
             ("text", "is not a whole checkpoint of tensors and plain values: torch cannot read it"),
@@ -475,9 +477,7 @@ def test_every_config_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each names arguments that exist; where its data are at hand, it makes a step, and few-shot
-    learning its certificate.
-    """
+    """Its arguments exist; with its data at hand, it makes a step (few-shot: a certificate)."""
     assert read_config(config).solver.lower() == config.stem.split("_")[0]
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]

@@ -110,9 +110,8 @@ def test_what_is_not_ready_stays_what_it_is(tmp_path: Path) -> None:
         assert ready(Path(name)) == Path(name)
     (tmp_path / "synthetic").mkdir()
     (tmp_path / "synthetic" / "ivsp.yaml").write_text("mine")
-    assert ready(Path("synthetic/ivsp.yaml")) == Path(
-        "synthetic/ivsp.yaml"
-    )  # a file of the user's comes first
+    # A file of the user's comes first.
+    assert ready(Path("synthetic/ivsp.yaml")) == Path("synthetic/ivsp.yaml")
 
 
 def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,4 @@
-"""What a user can get wrong, through the real command line: a sentence that names it, and no
-traceback.
-"""
+"""A user's mistakes at the real command line: a sentence names each, without a traceback."""
 
 from __future__ import annotations
 

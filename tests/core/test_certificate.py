@@ -131,10 +131,8 @@ def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, f
         (lambda m: abs(m - 54321.0), 54321.0),
         (lambda m: math.hypot(m - 3.0, 4.0), 3.0),
         (lambda m: m + 1.0, 0.0),
-        (
-            lambda m: 2.0,
-            0.0,
-        ),  # R has no gradient: every multiplier serves, and the smallest is meant
+        # R has no gradient: every multiplier serves, and the smallest is meant.
+        (lambda m: 2.0, 0.0),
         (lambda m: max(5.0 - m, 0.0), 5.0),  # a whole half-line of minimisers
     ],
 )
@@ -214,11 +212,9 @@ def test_fields_of_a_certificate_by_hand() -> None:
 
 def test_the_lower_gradient_is_that_of_y_and_not_of_z() -> None:
     """At its bound y = 3 is held against a pull upwards, but not downwards."""
-    x, y, envelope = (
-        torch.tensor([5.0]),
-        torch.tensor([3.0]),
-        Envelope(rho=1.0, sigma=0.0, delta=0.25),
-    )
+    x = torch.tensor([5.0])
+    y = torch.tensor([3.0])
+    envelope = Envelope(rho=1.0, sigma=0.0, delta=0.25)
     for lower_set, expected in ((Box(0, 3), 0.0), (Box(3, 9), 2.0), (None, 2.0)):
         problem = BilevelProblem(
             lambda x, y: y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2, lower_set=lower_set
@@ -249,7 +245,10 @@ def test_errors() -> None:
     problem = PROBLEMS[0]
     with pytest.raises(
         TypeError,
-        match=r"^`certify\(envelope=None\)` must be an `Envelope`: .* Run it first, or give `Envelope\(",
+        match=(
+            r"^`certify\(envelope=None\)` must be an `Envelope`: "
+            r".* Run it first, or give `Envelope\("
+        ),
     ):
         certify(problem.build(), *problem.at(), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^`certify\(tolerance=0\)` must be positive, or None"):

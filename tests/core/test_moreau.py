@@ -240,9 +240,8 @@ class TestGap:
                 assert s.problem.lower_set.normal_cone_distance(
                     torch.tensor(z), s.problem.at(s.x).gradient(torch.tensor(z))
                 ) <= (envelope.stationarity_bound + 1e-9)
-                y = project(
-                    y + 0.5 * (y - z)
-                )  # back towards the boundary of R <= 0, where the bound is tightest
+                # Back towards the boundary of R <= 0, where the bound is tightest.
+                y = project(y + 0.5 * (y - z))
             if found == 20:
                 break
         assert found
@@ -310,10 +309,8 @@ class TestInnerLoopError:
         problem = BilevelProblem(
             lambda x, y: y.sum(), lambda x, y: (-torch.log(y) + y**2 / 2).sum()
         )
-        y, envelope = (
-            torch.full((1,), 3.0, dtype=torch.float64),
-            Envelope(rho=1.0, sigma=0.0, delta=1.0),
-        )
+        y = torch.full((1,), 3.0, dtype=torch.float64)
+        envelope = Envelope(rho=1.0, sigma=0.0, delta=1.0)
         z, halvings = inexact_prox(problem.at(y), y, y, 1e-16, envelope, Free(), L_yy=-0.8)
         # -1/z + z + z - 3 = 0
         assert float(z) == pytest.approx((3 + math.sqrt(17)) / 4, abs=1e-7)
@@ -417,7 +414,9 @@ class TestPreciseProx:
         y = torch.zeros(3, dtype=torch.float64)
         with pytest.raises(
             InnerLoopError,
-            match=r"^the evaluation of the Moreau gap made 5 iterations with rho=1 and its gradient",
+            match=(
+                r"^the evaluation of the Moreau gap made 5 iterations with rho=1 and its gradient"
+            ),
         ):
             precise_prox(problem.at(y), y, 1.0, Free(), tolerance=1e-9, max_iterations=5)
 
@@ -447,7 +446,10 @@ class TestEnvelope:
             ),
             (
                 {"rho": 0.5, "sigma": 2.0},
-                "`rho=0.5` must be smaller than 1/sigma = 0.5: otherwise the Moreau subproblem is not strongly convex.",
+                (
+                    "`rho=0.5` must be smaller than 1/sigma = 0.5: otherwise the Moreau subproblem "
+                    "is not strongly convex."
+                ),
             ),
         ],
     )

@@ -175,9 +175,8 @@ class TestFeatures:
         assert split.at(x).value(z) == pytest.approx(plain.at(x).value(z), rel=1e-6)
         lower = split.at(x)
         lower.gap(z, y)
-        assert_same(
-            lower.gap(y, z), expected, dtype
-        )  # a second gap, for which the features' graph is made again
+        # A second gap, for which the features' graph is made again.
+        assert_same(lower.gap(y, z), expected, dtype)
 
     def test_is_evaluated_once_per_x_for_the_inner_loop_and_the_gap(self) -> None:
         x, y, z = point()
@@ -257,16 +256,12 @@ class TestOutputs:
     @both_dtypes
     def test_equals_the_plain_function_bit_for_bit(self, dtype: torch.dtype) -> None:
         x, y, z = point(dtype)
-        plain, split = (
-            BilevelProblem(f, weighted),
-            BilevelProblem(f, loss_of_outputs, outputs=outputs),
-        )
+        plain = BilevelProblem(f, weighted)
+        split = BilevelProblem(f, loss_of_outputs, outputs=outputs)
         for point_x in (x, x + 1.0):  # the second x finds both points known
             for first, second in ((y, z), (z, y), (y, y)):
-                expected, got = (
-                    plain.at(point_x).gap(first, second),
-                    split.at(point_x).gap(first, second),
-                )
+                expected = plain.at(point_x).gap(first, second)
+                got = split.at(point_x).gap(first, second)
                 assert all(
                     torch.equal(torch.as_tensor(a), torch.as_tensor(b))
                     for a, b in zip(got, expected, strict=True)
@@ -285,9 +280,8 @@ class TestOutputs:
         problem.at(x + 2.0).gap(y, z)
         problem.at(x).value(y)
         assert len(seen) == 2
-        problem.at(x).gradient(
-            z + 1.0
-        )  # on the way of an inner loop: neither kept nor in the place of another
+        # On the way of an inner loop: neither kept nor in the place of another.
+        problem.at(x).gradient(z + 1.0)
         problem.at(x).gradient(z)
         problem.at(x).gradient(y)
         assert len(seen) == 3
@@ -437,9 +431,7 @@ class TestRemembered:
         assert alive == [[], [False], [False, False]]
 
     def test_dies_with_its_problem(self) -> None:
-        """At once, not when the garbage collector comes round: on mini-batches there is a new
-        problem at every step.
-        """
+        """At once, without the garbage collector: mini-batches make a new problem at every step."""
         x, _, z = point()
         problem = BilevelProblem(f, loss_of_features, features=features)
         lower = problem.at(x)
@@ -763,16 +755,18 @@ class TestCheck:
             )
 
     def test_returns_the_gradients_at_the_start(self) -> None:
-        """f = 2 x + 3 y and g = (y - x)^2 / 2 at x = 1, y = 3; a bound at 3 does not hold y, which
-        g pulls down.
+        """f = 2 x + 3 y, g = (y - x)^2 / 2, x = 1, y = 3: an upper bound of 3 does not hold y.
+
+        g pulls y down.
         """
-        upper, lower = (
-            (lambda x, y: 2 * x.sum() + 3 * y.sum()),
-            (lambda x, y: ((y - x) ** 2).sum() / 2),
-        )
         x, y = torch.tensor([1.0]), torch.tensor([3.0])
         for box, expected in ((Box(-3, 3), 2.0), (Box(3, 5), 0.0), (None, 2.0)):
-            found = BilevelProblem(upper, lower, lower_set=box).check(x, y)
+            problem = BilevelProblem(
+                lambda x, y: 2 * x.sum() + 3 * y.sum(),
+                lambda x, y: ((y - x) ** 2).sum() / 2,
+                lower_set=box,
+            )
+            found = problem.check(x, y)
             assert found == Start(pytest.approx(13**0.5), expected)  # type: ignore[arg-type]
 
     def test_allows_the_last_digits_to_differ(self) -> None:
@@ -853,10 +847,8 @@ class TestErrors:
         ],
     )
     def test_not_a_scalar_tensor(self, value: Any, got: str) -> None:
-        problem, rule = (
-            BilevelProblem(value, value),
-            "it must return a scalar tensor, such as a mean or a sum.",
-        )
+        problem = BilevelProblem(value, value)
+        rule = "it must return a scalar tensor, such as a mean or a sum."
         with pytest.raises(
             TypeError, match=re.escape(f"The upper-level function f returned {got}: {rule}")
         ):
@@ -877,7 +869,10 @@ class TestErrors:
     )
     def test_independent_of_y(self, wrong: Any) -> None:
         problem = BilevelProblem(wrong, wrong)
-        rule = "does not depend on the lower-level variables y: a bilevel problem needs both functions to. Look for a `detach"
+        rule = (
+            "does not depend on the lower-level variables y: a bilevel problem needs both "
+            "functions to. Look for a `detach"
+        )
         for call in (problem.upper, problem.upper_y):
             with pytest.raises(ValueError, match=f"^The upper-level function f {rule}"):
                 call(self.X, self.Y)
@@ -903,7 +898,10 @@ class TestErrors:
             ),
             (
                 lambda: BilevelProblem(f, loss_of_features, features="x"),
-                "`BilevelProblem(features='x')` must be a function, or a non-empty list of functions.",
+                (
+                    "`BilevelProblem(features='x')` must be a function, "
+                    "or a non-empty list of functions."
+                ),
             ),
             (
                 lambda: BilevelProblem(f, g, upper_set=3.0),

@@ -199,11 +199,9 @@ def test_normal_cone_distance_of_a_projected_float32_point_absorbs_the_residual(
 
 
 def test_normal_cone_distance_by_hand() -> None:
-    box, v, d = (
-        Box([0.0, 0.0, -INF], [1.0, 1.0, INF]),
-        torch.tensor([0.0, 1.0, 7.0]),
-        torch.tensor([3.0, 4.0, 12.0]),
-    )
+    box = Box([0.0, 0.0, -INF], [1.0, 1.0, INF])
+    v = torch.tensor([0.0, 1.0, 7.0])
+    d = torch.tensor([3.0, 4.0, 12.0])
     assert box.normal_cone_distance(v, d) == pytest.approx(np.hypot(4.0, 12.0))
     assert box.normal_cone_distance(v, -d) == pytest.approx(np.hypot(3.0, 12.0))
     ball, v = Ball(2.0), torch.tensor([2.0, 0.0])
@@ -285,7 +283,10 @@ def test_repr(convex_set: ConvexSet, text: str) -> None:
         ),
         (
             lambda: Box([0.0, 2.0, 3.0], 1.0),
-            "`Box(lower=2, upper=1)` at coordinate 1 (2 in all): the lower bound must not exceed the upper bound.",
+            (
+                "`Box(lower=2, upper=1)` at coordinate 1 (2 in all): the lower bound must not "
+                "exceed the upper bound."
+            ),
         ),
         (lambda: Ball(0.0), "`Ball(radius=0.0)` must be positive and finite."),
         (lambda: Ball(-1.0), "`Ball(radius=-1.0)` must be positive and finite."),
@@ -309,11 +310,17 @@ def test_repr(convex_set: ConvexSet, text: str) -> None:
         ),
         (
             lambda: Ball(1.0, [0.0] * 3).project(torch.zeros(4)),
-            "`Ball(radius=1, center=<3 bounds>)` has a center of 3 coordinates, the variable has 4.",
+            (
+                "`Ball(radius=1, center=<3 bounds>)` has a center of 3 coordinates, "
+                "the variable has 4."
+            ),
         ),
         (
             lambda: Product([Free(), Simplex()], [1, 2]).project(torch.zeros(4)),
-            "`Product([Free(), Simplex(total=1)], [1, 2])` covers 3 coordinates, the variable has 4.",
+            (
+                "`Product([Free(), Simplex(total=1)], [1, 2])` covers 3 coordinates, "
+                "the variable has 4."
+            ),
         ),
     ],
 )

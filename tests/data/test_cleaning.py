@@ -93,9 +93,8 @@ def test_uniform_hits_all_other_classes_alike() -> None:
     counts = torch.zeros(7, 7).index_put_((labels, noisy), torch.ones(len(labels)), accumulate=True)
     assert mask.all()
     assert (counts.diagonal() == 0).all()
-    others = counts[
-        ~torch.eye(7, dtype=torch.bool)
-    ]  # 500 expected in each, with a deviation of about 20
+    # 500 expected in each, with a deviation of about 20.
+    others = counts[~torch.eye(7, dtype=torch.bool)]
     assert 400 < float(others.min()) <= float(others.max()) < 600
 
 
@@ -132,9 +131,8 @@ def test_batches_are_what_a_module_is_promised() -> None:
     assert torch.equal(index, torch.arange(200))
     assert data.corrupted is not None
     assert data.clean_labels is not None
-    assert torch.equal(
-        data.clean_labels, torch.tensor(numbers(images)) % 5
-    )  # labels stay with their images
+    # Labels stay with their images.
+    assert torch.equal(data.clean_labels, torch.tensor(numbers(images)) % 5)
     assert torch.equal(noisy != data.clean_labels, data.corrupted)
     assert int(data.corrupted.sum()) == 100
     for images, labels in (data.upper, data.test):
@@ -287,9 +285,7 @@ SETS = [(MNISTCleaning, "MNIST"), (FashionMNISTCleaning, "FashionMNIST")]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with 60 training and 20 test images under both names, in the format of the official
-    files.
-    """
+    """A root with 60 training and 20 test images under both names, in the official format."""
     pytest.importorskip("torchvision")
     for _, name in SETS:
         write_idx(tmp_path / name / "raw", "train", numbered(60, size=28), torch.arange(60) % 10)
@@ -302,11 +298,8 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("data_class", "name"), SETS)
 def test_official_files_are_read(root: Path, data_class: type[MNISTCleaning], name: str) -> None:
     data = data_class(root=str(root), n_train=30, n_validation=20)
-    assert (data.n_train, data.classes, data.image_shape) == (
-        30,
-        10,
-        (1, 28, 28),
-    )  # known before any data are loaded
+    # Known before any data are loaded.
+    assert (data.n_train, data.classes, data.image_shape) == (30, 10, (1, 28, 28))
     data.prepare_data()
     data.setup()
     assert data.clean_labels is not None
@@ -344,9 +337,8 @@ def test_missing_data_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_class: type[MNISTCleaning], name: str
 ) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    monkeypatch.setattr(
-        getattr(datasets, name), "mirrors", ["http://127.0.0.1:9/"]
-    )  # nothing listens there
+    # Nothing listens there.
+    monkeypatch.setattr(getattr(datasets, name), "mirrors", ["http://127.0.0.1:9/"])
     data = data_class(root=str(tmp_path))
     for call, reason in (
         (data.prepare_data, "a download did not help"),
@@ -365,9 +357,8 @@ def test_missing_data_are_explained(
         ):
             assert word in message
         assert caught.value.__cause__ is not None
-        assert (
-            caught.value.__cause__.__context__ is None
-        )  # torchvision's own sentence, nothing of urllib's
+        # torchvision's own sentence, nothing of urllib's.
+        assert caught.value.__cause__.__context__ is None
 
 
 def test_broken_files_are_explained(root: Path) -> None:
@@ -395,7 +386,9 @@ def test_more_samples_than_there_are(root: Path) -> None:
         setup(n_train=30, n_validation=20, n_test=21)
     with pytest.raises(
         ValueError,
-        match=r"`Tiny\(n_train=300, n_validation=100, n_test=None\)` needs 401 samples: there are 400",
+        match=(
+            r"`Tiny\(n_train=300, n_validation=100, n_test=None\)` needs 401 samples: there are 400"
+        ),
     ):
         tiny(n_train=300)
 
@@ -487,9 +480,8 @@ def test_own_data_are_taken_as_they_are() -> None:
     train, validation, test = pairs(12), pairs(6, start=20), pairs(5, start=30)
     data = CleaningData.from_datasets(train, validation, test)
     assert isinstance(data, DatasetCleaning)
-    assert numbers(data.lower[0]) == list(
-        range(12)
-    )  # in the order of the data set, which the weights are to point into
+    # In the order of the data set, which the weights are to point into.
+    assert numbers(data.lower[0]) == list(range(12))
     assert torch.equal(data.lower[1], train.tensors[1])
     assert data.corrupted is None
     assert data.clean_labels is None
@@ -652,14 +644,20 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             Listed([(torch.rand(1, 4, 4), 0), (torch.rand(1, 4, 5), 1)]), VALIDATION
         ),
         ValueError,
-        r"`DatasetCleaning\(train=...\)` has an image of size 1x4x5 at sample 1 and of size 1x4x4 at sample 0: all must have",
+        (
+            r"`DatasetCleaning\(train=...\)` has an image of size 1x4x5 at sample 1 and of size "
+            r"1x4x4 at sample 0: all must have"
+        ),
     ),
     "image sizes across": (
         lambda: CleaningData.from_datasets(
             TensorDataset(torch.rand(4, 3, 4, 4), torch.arange(4)), VALIDATION
         ),
         ValueError,
-        r"`DatasetCleaning\(validation=...\)` has images of shape \(1, 4, 4\) and .* of shape \(3, 4, 4\): all must have",
+        (
+            r"`DatasetCleaning\(validation=...\)` has images of shape \(1, 4, 4\) and .* of shape "
+            r"\(3, 4, 4\): all must have"
+        ),
     ),
     "image type": (
         lambda: CleaningData.from_datasets(
@@ -671,12 +669,18 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "label range": (
         lambda: CleaningData.from_datasets(labelled(0, 1, 2, 3), VALIDATION, classes=3),
         ValueError,
-        r"`DatasetCleaning\(train=...\)` has the label 3 at sample 3: with 3 classes it must be from 0 to 2",
+        (
+            r"`DatasetCleaning\(train=...\)` has the label 3 at sample 3: with 3 classes it must "
+            r"be from 0 to 2"
+        ),
     ),
     "label negative": (
         lambda: CleaningData.from_datasets(labelled(0, -1), VALIDATION),
         ValueError,
-        r"`DatasetCleaning\(train=...\)` has the label -1 at sample 1: with 3 classes it must be from 0 to 2",
+        (
+            r"`DatasetCleaning\(train=...\)` has the label -1 at sample 1: with 3 classes it must "
+            r"be from 0 to 2"
+        ),
     ),
     "label in validation": (
         lambda: CleaningData.from_datasets(VALIDATION, labelled(0, 1, 5), classes=3),
@@ -691,7 +695,10 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "label matrix": (
         lambda: CleaningData.from_datasets(labelled([0, 1], [1, 0]), VALIDATION),
         ValueError,
-        r"`DatasetCleaning\(train=...\)` has labels of shape \(2, 2\) for 2 images: it must be \(2,\)",
+        (
+            r"`DatasetCleaning\(train=...\)` has labels of shape \(2, 2\) for 2 images: "
+            r"it must be \(2,\)"
+        ),
     ),
     "float label": (
         lambda: CleaningData.from_datasets(Listed([(torch.rand(1, 4, 4), 0.5)]), VALIDATION),
@@ -718,12 +725,18 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "mask length": (
         lambda: CleaningData.from_datasets(pairs(5), VALIDATION, corrupted=[True, False]),
         ValueError,
-        r"`DatasetCleaning\(corrupted=...\)` has shape \(2,\) and torch.bool: it must be .* each of the 5 training samples",
+        (
+            r"`DatasetCleaning\(corrupted=...\)` has shape \(2,\) and torch.bool: it must be .* "
+            r"each of the 5 training samples"
+        ),
     ),
     "mask of indices": (
         lambda: CleaningData.from_datasets(pairs(5), VALIDATION, corrupted=torch.arange(5)),
         ValueError,
-        r"`DatasetCleaning\(corrupted=...\)` has shape \(5,\) and torch.int64: it must be a mask of True and False",
+        (
+            r"`DatasetCleaning\(corrupted=...\)` has shape \(5,\) and torch.int64: it must be a "
+            r"mask of True and False"
+        ),
     ),
     "mask and rate": (
         lambda: CleaningData.from_datasets(
@@ -745,12 +758,18 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "stream": (
         lambda: CleaningData.from_datasets(VALIDATION, Stream()),
         TypeError,
-        r"`DatasetCleaning\(validation=...\)` is a Stream: it must be a Dataset with `__getitem__` and `__len__`",
+        (
+            r"`DatasetCleaning\(validation=...\)` is a Stream: it must be a Dataset with "
+            r"`__getitem__` and `__len__`"
+        ),
     ),
     "no pairs": (
         lambda: CleaningData.from_datasets(Listed([{"image": 1}]), VALIDATION),
         TypeError,
-        r"`DatasetCleaning\(train=...\)` gives a dict as sample 0: it must be a pair \(image, label\)",
+        (
+            r"`DatasetCleaning\(train=...\)` gives a dict as sample 0: "
+            r"it must be a pair \(image, label\)"
+        ),
     ),
     "three tensors": (
         lambda: CleaningData.from_datasets(TensorDataset(*[torch.rand(3)] * 3), VALIDATION),
@@ -771,7 +790,10 @@ def test_what_is_no_image_is_refused() -> None:
     pytest.importorskip("torchvision")
     with pytest.raises(
         TypeError,
-        match=r"`DatasetCleaning\(train=...\)` has a str as the image of sample 0: it must be a tensor",
+        match=(
+            r"`DatasetCleaning\(train=...\)` has a str as the image of sample 0: "
+            r"it must be a tensor"
+        ),
     ):
         CleaningData.from_datasets(Listed([("a.png", 0)]), VALIDATION)
 
@@ -782,17 +804,22 @@ def test_overlap_of_training_and_validation_is_found(as_list: bool) -> None:
     assert common_images(train.tensors[0], validation.tensors[0]) == []
     validation.tensors[0][4] = train.tensors[0][7]
     validation.tensors[0][1] = train.tensors[0][0]
-    given: Any = (
-        Listed(list(zip(*validation.tensors, strict=True))) if as_list else validation
-    )  # however it comes
+    # An overlap is found in any kind of data set.
+    given: Any = Listed(list(zip(*validation.tensors, strict=True))) if as_list else validation
     with pytest.raises(
         ValueError,
-        match=r"`DatasetCleaning\(validation=...\)` has 2 of the training images \(1 is training image 0, 4 is",
+        match=(
+            r"`DatasetCleaning\(validation=...\)` has 2 of the training images \(1 is training "
+            r"image 0, 4 is"
+        ),
     ):
         CleaningData.from_datasets(train, given)
     with pytest.raises(
         ValueError,
-        match=r"has 12 of the training images \(0 is training image 0, .*, \.\.\.\): .* must not overlap",
+        match=(
+            r"has 12 of the training images \(0 is training image 0, .*, \.\.\.\): "
+            r".* must not overlap"
+        ),
     ):
         CleaningData.from_datasets(train, train)
 
@@ -810,7 +837,10 @@ def from_yaml(text: str) -> CleaningData:
 
 @pytest.mark.parametrize("name", ["MNISTCleaning", "FashionMNISTCleaning", "DigitsCleaning"])
 def test_ready_data_are_named_in_yaml(name: str) -> None:
-    arguments = "{n_train: 40, n_validation: 30, n_test: 20, corruption: 0.3, kind: pair, seed: 4, epoch_length: 9, chunk_size: 8}"
+    arguments = (
+        "{n_train: 40, n_validation: 30, n_test: 20, corruption: 0.3, kind: pair, seed: 4, "
+        "epoch_length: 9, chunk_size: 8}"
+    )
     data = from_yaml(f"data: {{class_path: {name}, init_args: {arguments}}}")
     assert type(data).__name__ == name
     assert (data.n_train, data.n_validation, data.n_test, data.corruption) == (40, 30, 20, 0.3)
@@ -849,8 +879,7 @@ def test_every_argument_has_a_help_text(name: str, capsys: pytest.CaptureFixture
         parser.parse_args([f"--data.help={name}"])
     options = " ".join(capsys.readouterr().out.split()).split(f"{name} ")[-1].split(" --data.")[1:]
     texts = [option.split("(type:")[0].split("(required,")[0] for option in options]
-    texts = [
-        text for text in texts if ".help" not in text and not text.endswith(",")
-    ]  # another spelling of the next one
+    # A text that ends with a comma is another spelling of the next option.
+    texts = [text for text in texts if ".help" not in text and not text.endswith(",")]
     assert len(texts) >= 8
     assert all(len(text.split()) > 4 for text in texts), texts

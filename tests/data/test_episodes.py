@@ -28,10 +28,8 @@ class Numbered(EpisodeData):
     """An image says of which class and example it is."""
 
     def load(self) -> torch.Tensor:
-        classes, examples = (
-            torch.arange(40).view(-1, 1, 1, 1, 1),
-            torch.arange(6).view(1, -1, 1, 1, 1),
-        )
+        classes = torch.arange(40).view(-1, 1, 1, 1, 1)
+        examples = torch.arange(6).view(1, -1, 1, 1, 1)
         return (100 * classes + examples).expand(40, 6, 1, 2, 2).float()
 
 
@@ -113,7 +111,10 @@ def test_levels_carry_the_number_of_each_episode() -> None:
         ({"ways": 12}, "`Numbered(ways=12, validation_classes=10)`: an episode needs 12 classes."),
         (
             {"train_classes": 30},
-            "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` with ways=4 needs 44 classes: there are 40.",
+            (
+                "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` with "
+                "ways=4 needs 44 classes: there are 40."
+            ),
         ),
         (
             {"queries": 5},

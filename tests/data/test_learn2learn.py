@@ -1,6 +1,4 @@
-"""learn2learn's tasks are our episodes and the other way round; runs with `-m learn2learn` where it
-is installed.
-"""
+"""learn2learn's tasks are our episodes and vice versa: `-m learn2learn`, where it is installed."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, Episodes, FewShot, GlyphEpisodes, TaskEpisodes, draw_glyphs
 
-pytestmark = [
-    pytest.mark.learn2learn,
-    pytest.mark.filterwarnings("ignore"),
-]  # it is unmaintained and warns at its import
+# learn2learn is unmaintained and warns at its import.
+pytestmark = [pytest.mark.learn2learn, pytest.mark.filterwarnings("ignore")]
 
 
 def taskset(images: torch.Tensor, ways: int, examples: int) -> object:

@@ -1,6 +1,4 @@
-"""Few-shot learning: the model is the paper's, evaluated in chunks and with cached features, and it
-learns.
-"""
+"""Few-shot learning: the paper's model, in chunks and with cached features, and it learns."""
 
 from __future__ import annotations
 
@@ -80,7 +78,10 @@ class Reference:
     """The problem as the paper states it: one task at a time, no chunks, no cache."""
 
     def __init__(self, source: GlyphEpisodes, channels: int, ways: int, features: int) -> None:
-        self.source, self.channels, self.ways, self.features = source, channels, ways, features
+        self.source = source
+        self.channels = channels
+        self.ways = ways
+        self.features = features
 
     def loss(self, x: Tensor, y: Tensor, batch: Any) -> Tensor:
         images, labels, _ = batch
@@ -129,9 +130,7 @@ def _in_order(block: Any) -> Tensor:
 
 
 def as_declared(x: Tensor, ours: FewShot) -> Tensor:
-    """Reorder a vector of the reference (kernel, bias, scale, shift per block) as the module has
-    its parameters.
-    """
+    """Reorder a reference vector (kernel, bias, scale, shift per block) as the module's is."""
     index = torch.arange(len(x))
     order, rest = [], index
     for block in ours.encoder.blocks:
@@ -227,16 +226,12 @@ def test_statistics_are_those_of_each_task_alone() -> None:
 
 
 def test_adapted_heads_are_gradient_descent_on_each_task() -> None:
-    features, labels = (
-        torch.randn(3, 6, 5, dtype=torch.float64),
-        torch.arange(3).repeat_interleave(2).expand(3, 6),
-    )
+    features = torch.randn(3, 6, 5, dtype=torch.float64)
+    labels = torch.arange(3).repeat_interleave(2).expand(3, 6)
     weight, bias = adapt(features, labels, 3, steps=7, lr=0.4)
     for i in range(3):
-        w, b = (
-            torch.zeros(3, 5, dtype=torch.float64, requires_grad=True),
-            torch.zeros(3, dtype=torch.float64, requires_grad=True),
-        )
+        w = torch.zeros(3, 5, dtype=torch.float64, requires_grad=True)
+        b = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         for _ in range(7):
             slopes = torch.autograd.grad(
                 cross_entropy(linear(features[i], w, b), labels[i]), (w, b)
@@ -281,7 +276,10 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
         ({"chunk_images": 0}, "`FewShot(chunk_images=0)` must be at least 1."),
         (
             {"image_size": 15},
-            "`FewShot(image_size=15)` must be at least 16: four times halved, nothing is left of it.",
+            (
+                "`FewShot(image_size=15)` must be at least 16: "
+                "four times halved, nothing is left of it."
+            ),
         ),
     ],
 )

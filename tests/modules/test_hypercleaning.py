@@ -79,10 +79,8 @@ def test_losses_are_the_papers(chunk_size: int | None) -> None:
 def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     # BOME's short steps: with the long ones of a line search, so small a problem ends now here and
     # now there.
-    ours, source = (
-        module(upper_unit=30.0, solver=partial(BOME, xi=3.0, alpha=1.0, eta=0.5, T=1)),
-        data(),
-    )
+    ours = module(upper_unit=30.0, solver=partial(BOME, xi=3.0, alpha=1.0, eta=0.5, T=1))
+    source = data()
     logger = TensorBoardLogger(tmp_path)
     run = trainer(tmp_path, max_epochs=8, logger=logger, log_every_n_steps=25)
     run.fit(ours, datamodule=source)

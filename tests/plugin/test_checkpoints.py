@@ -190,7 +190,9 @@ class TestRefusals:
         (tmp_path / "torn.ckpt").write_bytes(content)
         with pytest.raises(
             MisconfigurationException,
-            match=r"`ckpt_path='.*torn.ckpt'` is not a whole checkpoint of tensors and plain values",
+            match=(
+                r"`ckpt_path='.*torn.ckpt'` is not a whole checkpoint of tensors and plain values"
+            ),
         ):
             WholeFileIO().load_checkpoint(tmp_path / "torn.ckpt")
 

@@ -1,6 +1,4 @@
-"""What an experienced Lightning user tries first: Trainer flags, callbacks, loggers, strategies,
-and what modules may be.
-"""
+"""What a Lightning user tries first: flags, callbacks, loggers, strategies, kinds of modules."""
 
 from __future__ import annotations
 
@@ -246,9 +244,7 @@ class TestMetrics:
 
     @pytest.mark.parametrize("validation", [True, False])
     def test_early_stopping_waits_for_no_old_value(self, tmp_path: Path, validation: bool) -> None:
-        """A monitor that nobody waits for looks within its share of the time; this one is waited
-        for.
-        """
+        """Other monitors look within their share of the time; early stopping waits for this one."""
         scores: list[tuple[int, float]] = []
 
         class Recorded(EarlyStopping):
@@ -256,10 +252,8 @@ class TestMetrics:
                 scores.append((trainer.global_step, float(trainer.callback_metrics[self.monitor])))
                 super()._run_early_stopping_check(trainer)
 
-        watched, limits = (
-            Recorded("bilevel/kkt_stationarity", patience=50),
-            {} if validation else {"limit_val_batches": 0},
-        )
+        watched = Recorded("bilevel/kkt_stationarity", patience=50)
+        limits = {} if validation else {"limit_val_batches": 0}
         monitor = KKTMonitor(share=0.0)
         module, _ = fitted(
             tmp_path,
@@ -305,7 +299,7 @@ class TestMetrics:
 
 
 def test_a_run_resumed_after_restore_best_goes_on_from_its_last_point(tmp_path: Path) -> None:
-    """The file has the best point for those who load it, and the last one for the run that goes on."""
+    """The file has the best point for a reader, and the last one for the run that goes on."""
 
     def run(steps: int, folder: str, **resume: Any) -> tuple[Any, KKTMonitor]:
         monitor = KKTMonitor(restore_best=True, every_n_steps=1)
@@ -464,9 +458,7 @@ class TestTrainingStep:
 
 
 class TestMiniBatches:
-    """Batches that change: the certificate says what it is of, and a loader that has ended is
-    named.
-    """
+    """Batches that change: the certificate names its batch, and an ended loader is named."""
 
     @staticmethod
     def loaders(sizes: dict[str, int], mode: str) -> Any:
@@ -575,7 +567,9 @@ class TestSavedModules:
     def test_certify_says_what_it_needs(self) -> None:
         with pytest.raises(
             RuntimeError,
-            match=r"call it after `Trainer.fit` in the same process, or give it one, `certify\(batch",
+            match=(
+                r"call it after `Trainer.fit` in the same process, or give it one, `certify\(batch"
+            ),
         ):
             Weighting().certify()
 
@@ -599,9 +593,7 @@ def reloaded(module: Any) -> Any:
 
 
 def test_a_compiled_module_is_fitted_without_tracing_the_solver(tmp_path: Path) -> None:
-    """Dynamo would trace the line search for minutes: what it compiles must not grow with the
-    steps.
-    """
+    """Dynamo would trace the line search for minutes: it must not compile more with more steps."""
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -622,9 +614,8 @@ def test_a_compiled_module_is_fitted_without_tracing_the_solver(tmp_path: Path) 
         trainer(tmp_path, max_steps=6).fit(
             torch.compile(module, backend=backend), datamodule=weighting_data()
         )  # type: ignore[arg-type]
-    assert (
-        1 <= len(compiled) <= 4
-    )  # forward, with and without gradients; the solver would be dozens
+    # Forward, with and without gradients; the solver would be dozens.
+    assert 1 <= len(compiled) <= 4
     torch.testing.assert_close(module.logits, fitted(tmp_path)[0].logits)
 
 
@@ -685,9 +676,7 @@ class Collectives(SingleDeviceStrategy):
 def test_the_first_process_says_to_the_others_what_they_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is collective is called in all processes alike: none of it stands in code for the
-    first one only.
-    """
+    """Every process makes the same collective calls: none is in code for the first process only."""
 
     def conversation(rank: int) -> list[str]:
         monkeypatch.setattr(rank_zero_only, "rank", rank)

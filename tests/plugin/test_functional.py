@@ -1,5 +1,6 @@
-"""Buffers that training writes to: running statistics and the vectors of spectral norms follow the
-accepted points.
+"""Buffers that training writes to: running statistics and the vectors of spectral norms.
+
+They follow the accepted points.
 """
 
 from __future__ import annotations
@@ -123,9 +124,7 @@ MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 def test_running_statistics_are_those_of_the_accepted_points(
     tmp_path: Path, module: BilevelModule
 ) -> None:
-    """One update per outer iteration, at the point that it ended with: trials and inner loops leave
-    nothing behind.
-    """
+    """One update per outer iteration, at its last point: trials and inner loops leave no trace."""
     other, points = copy.deepcopy(module), Points()
     trainer(tmp_path, max_steps=7, callbacks=[points]).fit(module, datamodule=weighting_data())
     expected = by_hand(other, points.points, [samples(30, 2)], [samples(20, 1)])
@@ -135,10 +134,8 @@ def test_running_statistics_are_those_of_the_accepted_points(
 
 def test_chunks_update_statistics_one_after_another(tmp_path: Path) -> None:
     module, points = Normed(), Points()
-    other, parts = (
-        copy.deepcopy(module),
-        [tuple(t[i : i + 10] for t in samples(30, 2)) for i in (0, 10, 20)],
-    )
+    other = copy.deepcopy(module)
+    parts = [tuple(t[i : i + 10] for t in samples(30, 2)) for i in (0, 10, 20)]
     data = FullBatchDataModule(samples(20, 1), Chunks(parts))
     trainer(tmp_path, max_steps=3, callbacks=[points]).fit(module, datamodule=data)
     assert same_buffers(module, by_hand(other, points.points, parts, [samples(20, 1)]))
@@ -170,9 +167,8 @@ def test_a_spectral_norm_is_one_in_evaluation(tmp_path: Path, old: bool) -> None
     layer: Any = module.classifier[0]
     module.eval()
     if old:
-        module.classifier(
-            torch.zeros(1, 2, dtype=torch.float64)
-        )  # its hook sets the weight at each call
+        # Its hook sets the weight at each call.
+        module.classifier(torch.zeros(1, 2, dtype=torch.float64))
     assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1.0, abs=1e-3)
 
 

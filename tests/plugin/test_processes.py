@@ -61,23 +61,15 @@ def test_two_processes_follow_the_path_of_one(
     first, second = over_two[case]
     tolerance = CLOSE[case.split("/")[-1]]
     assert torch.equal(first["parameters"], second["parameters"])
-    assert {**first, "parameters": None} == {
-        **second,
-        "parameters": None,
-    }  # all decisions, the certificate, even the time
+    # All decisions, the certificate, even the time.
+    assert {**first, "parameters": None} == {**second, "parameters": None}
     assert len(first["steps"]) == parallel.STEPS
     size = max(1.0, float(one["parameters"].abs().max()))
     torch.testing.assert_close(
         first["parameters"], one["parameters"], rtol=0, atol=tolerance * size
     )
-    assert (
-        float(
-            (one["parameters"] - torch.cat([p.detach().reshape(-1) for p in start(case)]))
-            .abs()
-            .max()
-        )
-        > 1e-3
-    )  # it moved
+    before = torch.cat([p.detach().reshape(-1) for p in start(case)])
+    assert float((one["parameters"] - before).abs().max()) > 1e-3
     for mine, theirs in zip(first["steps"], one["steps"], strict=True):
         for name, value in theirs.items():
             if isinstance(value, int):
@@ -98,9 +90,8 @@ def start(case: str) -> Any:
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each wrong module or loader was refused with, in both of two processes."""
     out = tmp_path_factory.mktemp("refusals") / "out"
-    process = started(
-        SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent
-    )  # they leave files where they run
+    # They leave files where they run.
+    process = started(SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
@@ -112,7 +103,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     [
         (
             "summed",
-            r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the parts of 2 processes",
+            (
+                r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the "
+                r"parts of 2 processes"
+            ),
         ),
         (
             "positional",
@@ -124,7 +118,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ),
         (
             "of all",
-            r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this process's part of 15 .*number",
+            (
+                r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this "
+                r"process's part of 15 .*number"
+            ),
         ),
         ("lengths", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
         (
@@ -133,11 +130,17 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ),
         (
             "loaders",
-            r"`Weighting` was given different batches in different processes.*use_distributed_sampler=False",
+            (
+                r"`Weighting` was given different batches in different "
+                r"processes.*use_distributed_sampler=False"
+            ),
         ),
         (
             "nan",
-            r"IVSP stopped in outer iteration 3: in each of 100 trials .*: The upper-level function f returned a value nan",
+            (
+                r"IVSP stopped in outer iteration 3: in each of 100 trials .*: The upper-level "
+                r"function f returned a value nan"
+            ),
         ),
         ("drift", r"after outer iteration 2 the processes do not hold the same point"),
         ("same loaders", "^nothing$"),
@@ -331,11 +334,8 @@ def test_a_process_without_samples_adds_nothing() -> None:
     )
     x, y = torch.ones(2), torch.zeros(2)
     value, grad_x, grad_y = problem.upper(x, y)
-    assert (value, grad_x.tolist(), grad_y.tolist()) == (
-        1.0,
-        [1.0, 1.0],
-        [1.0, 1.0],
-    )  # what the others have
+    # These are the numbers of the other processes.
+    assert (value, grad_x.tolist(), grad_y.tolist()) == (1.0, [1.0, 1.0], [1.0, 1.0])
     assert problem.at(x).gap(y, x).grad_x.tolist() == [1.0, 1.0]
 
 

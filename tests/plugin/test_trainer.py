@@ -90,7 +90,7 @@ def test_checkpoint_monitors_the_current_step(tmp_path: Any) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize("stop", [1, 6, 13])
 def test_resume_is_exact(tmp_path: Any, precision: str, stop: int) -> None:
-    """Stopped in the middle of an epoch and resumed, the rest of the run is the same bit for bit."""
+    """After a stop amid an epoch, the rest of the run is the same bit for bit."""
 
     def start() -> SineProblem:
         return SineProblem(n=30, x0=-5.9, c=1.7, solver=PAPER)

@@ -1,6 +1,4 @@
-"""The doors of a user over two processes: the command line with its own callbacks, lists of
-callbacks in Python, and signals.
-"""
+"""A user's ways into two processes: command line, lists of callbacks in Python, signals."""
 
 from __future__ import annotations
 

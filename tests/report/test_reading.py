@@ -166,7 +166,10 @@ def test_advice_for_y_on_its_bound() -> None:
 
 
 class TestNotConverged:
-    WORDS = "Not converged: the KKT residuals are 0.011 times the largest gradient of f seen, which a solution has below 0.01. "
+    WORDS = (
+        "Not converged: the KKT residuals are 0.011 times the largest gradient of f seen, which a "
+        "solution has below 0.01. "
+    )
     OTHER = Tally(iterations=100)
 
     @pytest.mark.parametrize(
@@ -208,10 +211,8 @@ class TestNotConverged:
         )
 
     def test_methods_whose_steps_are_set_by_hand(self) -> None:
-        off, shorter = (
-            replace(GOOD, stationarity=0.011),
-            "Run longer, or make the steps shorter if the values go up and down",
-        )
+        off = replace(GOOD, stationarity=0.011)
+        shorter = "Run longer, or make the steps shorter if the values go up and down"
         assert advice(off, self.OTHER) == [f"{self.WORDS}{shorter}."]
         (found,) = advice(replace(off, feasibility=2e-3), self.OTHER)
         assert found == f"{self.WORDS}{shorter}, or give the lower level more weight or more steps."
@@ -236,10 +237,8 @@ class TestNotConverged:
 
     @pytest.mark.parametrize("solver", [PNGBiO, VPBGD, BOME, SLM, F2SA, MEHA])
     def test_every_method_that_stops_early(self, solver: Any) -> None:
-        problem, start = (
-            BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2),
-            torch.full((1,), 3.0).double(),
-        )
+        problem = BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2)
+        start = torch.full((1,), 3.0).double()
         found = solve(
             problem, start, start, solver, 50, envelope=Envelope(rho=0.5, sigma=0.0, delta=1e-3)
         )
@@ -290,10 +289,8 @@ class TestNotEnforced:
             {"residual": -4e-4},  # the constraint is nearly active
             {"lower_gradient": 0.7},  # the gradient has fallen
             {"first_lower_gradient": None},  # there is nothing to compare with
-            {
-                "first_lower_gradient": 0.0,
-                "lower_gradient": 0.05,
-            },  # a start that solves g was left by a short step
+            # A start that solves g was left by a short step.
+            {"first_lower_gradient": 0.0, "lower_gradient": 0.05},
             {"lower_gradient": 0.0, "first_lower_gradient": 0.0},
             {"rho": 1e-9},  # the steps are short, but delta allows long ones: it is not rho
         ],
@@ -375,9 +372,7 @@ class TestHeldShare:
         assert self.certificate(-1.0, Box(-1, 1)).held_share == 0.0
 
     def test_part_of_it(self) -> None:
-        """On the simplex the component along (1, ..., 1) is held: of d = (-3, 0) that is (-1.5,
-        -1.5).
-        """
+        """The simplex holds the component along (1, ..., 1): (-1.5, -1.5) of d = (-3, 0)."""
         problem = BilevelProblem(
             lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex()
         )
@@ -482,10 +477,8 @@ class TestReport:
     def test_advice_is_printed_and_everything_is_published(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        module, report = (
-            Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6)),
-            CertificateReport(),
-        )
+        module = Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6))
+        report = CertificateReport()
         run = trainer(tmp_path, max_steps=30, callbacks=[report])
         run.fit(module, datamodule=weighting_data())
         assert report.certificate is not None

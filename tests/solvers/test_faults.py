@@ -1,6 +1,4 @@
-"""Numerical faults: what can be recovered from is, and the rest stops with a sentence at the last
-good point.
-"""
+"""Numerical faults: a run recovers, or stops with a sentence at its last good point."""
 
 from __future__ import annotations
 
@@ -114,12 +112,11 @@ def attempt(
     return history, None
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The inner loop diverged"
-)  # it takes a point where g is not defined for too long a step
+# The inner loop takes a point where g is not defined for too long a step.
+@pytest.mark.filterwarnings("ignore:The inner loop diverged")
 @pytest.mark.parametrize("where", ["f", "g"])
 def test_a_single_fault_of_ivsp_is_recovered_from_or_named(where: str) -> None:
-    """At each evaluation of two outer iterations in turn, trial points and the inner loop included."""
+    """At each evaluation of two outer iterations in turn, also in trials and the inner loop."""
     outcomes = []
     for moment in range(30):
         calls = [0]
@@ -142,7 +139,7 @@ def test_a_single_fault_of_ivsp_is_recovered_from_or_named(where: str) -> None:
 
 
 def test_where_no_step_can_be_evaluated_the_run_does_not_stand_still() -> None:
-    """f is defined at the current point only: shorter and shorter steps end in a step of length 0."""
+    """f is defined at the current point only: the steps shrink to length 0."""
     problem, start = by_name["ball"], by_name["ball"].at()
     walled = BilevelProblem(
         lambda x, y: (
@@ -152,7 +149,9 @@ def test_where_no_step_can_be_evaluated_the_run_does_not_stand_still() -> None:
     )
     with pytest.raises(
         NonFiniteError,
-        match=r"iteration 1: in each of \d+ trials of the line search, in the last: The upper-level",
+        match=(
+            r"iteration 1: in each of \d+ trials of the line search, in the last: The upper-level"
+        ),
     ):
         make_ivsp(problem)(groups(*start)).step(problem=walled)
 
@@ -186,7 +185,7 @@ def test_an_objective_that_changes_on_the_way_is_told(where: str) -> None:
 
 @pytest.mark.parametrize("after", [60, 300])
 def test_randomness_that_begins_later_is_told_soon(after: int) -> None:
-    """The inner loop is what fails then, and further trials of the line search would fail likewise."""
+    """The inner loop fails then, and further trials of the line search would fail likewise."""
     calls, generator = [0], torch.Generator().manual_seed(0)
 
     def g(x: Tensor, y: Tensor) -> Tensor:
@@ -225,7 +224,9 @@ def test_a_step_to_infinity_is_not_taken() -> None:
     optimizer.param_groups[0]["xi"] = 1e20
     with pytest.raises(
         NonFiniteError,
-        match="stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf",
+        match=(
+            "stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf"
+        ),
     ):
         optimizer.step(problem=problem)
     assert all(bool(vector.isfinite().all()) for vector in point_of(optimizer))
@@ -253,9 +254,7 @@ def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
     ],
 )
 def test_any_scale_ends(solver: Solver, f_scale: float, g_scale: float, dtype: torch.dtype) -> None:
-    """Either the run makes its steps, at a bounded cost, or it stops with a sentence; it does not
-    stand still without a word.
-    """
+    """The run makes its steps at a bounded cost, or stops with a sentence: it never stalls."""
     make = solver.make(
         by_name["quadratic"], **({"max_inner": 60} if solver.name == "paper" else {})
     )

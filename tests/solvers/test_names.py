@@ -1,6 +1,4 @@
-"""The logged names: one table, which records, monitors, TensorBoard and the documentation agree
-with.
-"""
+"""The logged names: records, monitors, TensorBoard and the documentation agree with one table."""
 
 from __future__ import annotations
 

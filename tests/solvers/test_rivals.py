@@ -1,6 +1,4 @@
-"""The six methods that IVSP is compared with: steps by hand and by NumPy, passes, figures,
-arguments, state.
-"""
+"""The six rivals of IVSP: steps by hand and by NumPy, passes, figures, arguments, state."""
 
 import io
 import math
@@ -49,8 +47,7 @@ def start(
     )
 
 
-# --- Steps by hand
-# -----------------------------------------------------------------------------------------------------
+# --- Steps by hand ---
 # f = (x - 2)^2/2 + (y - 1)^2/2, g = (y - x)^2/2, x0 = 0, y0 = 1: fx = -2, fy = 0, gx(x, u) = x - u,
 # gy(x, u) = u - x, so that the first inner step of length 1/2 leads from 1 to 1/2, with gx(x, y) -
 # gx(x, 1/2) = -1/2 and gy(x, y) = 1.
@@ -186,9 +183,8 @@ def test_multiplier_is_logged_and_left_out_of_the_certificate(name: str, multipl
     assert optimizer.envelope is None
 
 
-# --- Many steps by NumPy
-# ----------------------------------------------------------------------------------------------- f
-# = |x - a|^2/2 + |y - b|^2/2 + x'My, g = y'Ay/2 - y'Bx + 3 |x|^2/2, boxes for x and y.
+# --- Many steps by NumPy ---
+# f = |x - a|^2/2 + |y - b|^2/2 + x'My, g = y'Ay/2 - y'Bx + 3 |x|^2/2, boxes for x and y.
 A = np.array([[1.5, 0.3, 0.0], [0.3, 0.8, -0.2], [0.0, -0.2, 1.1]])
 B = np.array([[1.0, -0.5], [0.4, 0.9], [-0.7, 0.2]])
 M = np.array([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]])
@@ -502,8 +498,7 @@ def test_switches_make_a_difference(pair: tuple[str, str]) -> None:
     assert np.abs(ends[0] - ends[1]).max() > 1e-4
 
 
-# --- What an iteration costs
-# -------------------------------------------------------------------------------------------
+# --- What an iteration costs ---
 @each_case
 def test_passes_are_the_stated_ones(case: Case) -> None:
     count: dict[str, int] = {}
@@ -545,10 +540,8 @@ def test_features_are_computed_once_per_x(case: Case) -> None:
 
 @each_case
 def test_point_or_problem_that_changed_is_evaluated_anew(case: Case) -> None:
-    problem, other = (
-        Quadratic(*BOXES["wide"]).torch(encoded=True),
-        Quadratic(*BOXES["narrow"]).torch(encoded=True),
-    )
+    problem = Quadratic(*BOXES["wide"]).torch(encoded=True)
+    other = Quadratic(*BOXES["narrow"]).torch(encoded=True)
     optimizer, x, y = case.start()
     optimizer.step(problem=problem)
     for next_problem, shift in ((problem, 0.1), (other, 0.0)):
@@ -563,8 +556,7 @@ def test_point_or_problem_that_changed_is_evaluated_anew(case: Case) -> None:
         assert torch.equal(v, y)
 
 
-# --- Figures
-# -----------------------------------------------------------------------------------------------------------
+# --- Figures ---
 def from_yaml(name: str) -> SolverCallable:
     """The solver of a published configuration, made as LightningCLI makes it."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -676,8 +668,7 @@ def test_known_solution(name: str) -> None:
     assert y.item() == pytest.approx(0.5, abs=4e-2)
 
 
-# --- Arguments
-# ---------------------------------------------------------------------------------------------------------
+# --- Arguments ---
 SOLVERS: list[Solver] = [MEHA, PNGBiO, SLM, F2SA, VPBGD, BOME]
 PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": VPBGD, "bome": BOME}
 
@@ -784,8 +775,7 @@ def test_published_settings_differ_from_ivsp_in_the_solver_only(name: str) -> No
     assert config == ivsp
 
 
-# --- Schedules
-# ---------------------------------------------------------------------------------------------------------
+# --- Schedules ---
 def test_power_schedule() -> None:
     assert [Power(0.7, -0.5).at(k) for k in (0, 3, 99)] == pytest.approx([0.7, 0.35, 0.07])
     assert Power(3.0).at(10) == 3.0
@@ -833,8 +823,7 @@ def test_learning_rate_is_the_step_of_x(name: str, first: float, second: float) 
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([expected] * 2)
 
 
-# --- State
-# -------------------------------------------------------------------------------------------------------------
+# --- State ---
 def saved(optimizer: BilevelOptimizer) -> dict[str, Any]:
     """The state as a checkpoint gives it back."""
     file = io.BytesIO()
@@ -844,10 +833,13 @@ def saved(optimizer: BilevelOptimizer) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @each_case
-def test_resumed_run_is_bitwise_the_same_with_every_switch_and_an_encoder(case: Case) -> None:
+def test_resumed_run_is_bitwise_the_same_with_every_switch_and_an_encoder(
+    case: Case, dtype: torch.dtype
+) -> None:
     problem = Quadratic(*BOXES["narrow"]).torch(encoded=True)
-    straight, x, y = case.start()
+    straight, x, y = case.start(dtype)
     for _ in range(4):
         straight.step(problem=problem)
     state = saved(straight)
@@ -856,6 +848,7 @@ def test_resumed_run_is_bitwise_the_same_with_every_switch_and_an_encoder(case: 
     resumed.load_state_dict(state)
     for _ in range(6):
         one, other = straight.step(problem=problem), resumed.step(problem=problem)
+        assert u.dtype == x.dtype == dtype
         assert torch.equal(u, x)
         assert torch.equal(v, y)
         assert (one.upper, one.lower, one.step, one.iteration) == (

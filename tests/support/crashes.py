@@ -118,9 +118,7 @@ def dies_about(steps: int, dice: random.Random) -> Callable[[], None]:
 
 
 def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
-    """Kill the process at some write of a checkpoint: in the middle of its bytes, before or after
-    it gets its name.
-    """
+    """Kill the process at a write of a checkpoint: amid its bytes, before or after its naming."""
 
     def prepare() -> None:
         writes, countdown = ["bytes", "sync", "rename", "renamed"], [moment]
@@ -168,14 +166,17 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> dict[str, Any]:
-    """Run once undisturbed and once with kills, every other one while a checkpoint is written;
-    compare the ends.
+    """Run once undisturbed and once with kills; compare the ends.
+
+    Every other kill comes while a checkpoint is written.
     """
     assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
-    disturbed, steps, killed, writing = folder / "killed", [], 0, 0
-    arguments = config(
-        disturbed, solver, "1ms"
-    )  # it saves about every step, so that half of the steps suffice for all kills
+    disturbed = folder / "killed"
+    steps = []
+    killed = 0
+    writing = 0
+    # It saves about every step, so that half of the steps suffice for all kills.
+    arguments = config(disturbed, solver, "1ms")
     while True:
         prepare: Callable[[], None] | None = None
         if killed < kills:
@@ -209,9 +210,7 @@ def farthest(kills: int, dice: random.Random) -> int:
 
 
 def told_to_end(folder: Path, number: int) -> dict[str, Any]:
-    """Send a signal in the middle of a run, then resume it; compare the end with an undisturbed
-    run.
-    """
+    """Send a signal amid a run, then resume it; compare the end with an undisturbed run."""
     assert outcome(launch(config(folder / "quiet", "paper", "1h"), folder / "quiet")) == 0
     ended_early = folder / "told"
     arguments = config(ended_early, "paper", "1h")
@@ -243,7 +242,7 @@ def announce(folder: Path) -> None:
 
 
 def compare_often_killed(folder: Path, kills: int, dice: random.Random) -> dict[str, Any]:
-    """Kill a comparison now and then, every other time while it writes; called again, it goes on."""
+    """Kill a comparison now and then, every other time while it writes; each call resumes it."""
     methods, killed, code = ("own", "meha"), 0, -1
     for method in methods:
         content = yaml.safe_load(Path(config(folder / "configs", method, "1h")[2]).read_text())

@@ -1,9 +1,11 @@
-"""The table of problems, and the problems of `reference.py` in torch; the table of solvers is in
-`tables.py`.
+"""The table of problems, and the problems of `reference.py` in torch.
+
+The table of solvers is in `tables.py`.
 
 Every problem comes with a KKT point of its delta-relaxed Moreau-gap problem, derived without the
 library: its lower level is such that the proximal point has a closed form (or is the root of one
-scalar equation), and with it the gap R."""
+scalar equation), and with it the gap R.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,12 +118,14 @@ def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
 def exact_residuals(
     problem: Problem, x: Tensor, y: Tensor, multiplier: float
 ) -> tuple[float, float, float]:
-    """Stationarity, feasibility and complementarity at a point in float64, by other means than the
-    library's.
+    """The residuals at a point in float64: stationarity, feasibility, complementarity.
+
+    They are computed by other means than the library's.
 
     The proximal point by many small projected-gradient steps, gradients by autograd on the gap as a
     whole, and the distance to the normal cone as the length of an infinitesimal projected-gradient
-    step, |v - P(v - t d)| / t."""
+    step, |v - P(v - t d)| / t.
+    """
     rho, sets = problem.envelope.rho, (problem.upper_set, problem.lower_set)
     z, step = y.clone(), 1 / (10.0 + 1 / rho)
     for _ in range(10_000):
@@ -165,12 +169,14 @@ def tracking(B: Vector) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def quadratic() -> Problem:
-    """g = |y - x|^2 / 2 without constraints: R = k |y - x|^2 / 2 - delta with k = rho/(1 + rho), a
-    ball in u = y - x.
+    """g = |y - x|^2 / 2 without constraints.
+
+    R = k |y - x|^2 / 2 - delta with k = rho/(1 + rho): R <= 0 is a ball in u = y - x.
 
     f = (|x - a|^2 + |y - b|^2) / 2 for a given u is least at x = (a + b - u)/2 and then |u - (b -
     a)|^2 / 4, so u is the projection of b - a on the ball of radius s = sqrt(2 delta / k), and y -
-    b + multiplier k u = 0 gives the multiplier."""
+    b + multiplier k u = 0 gives the multiplier.
+    """
     envelope = Envelope(rho=1.0, sigma=0.0, delta=1e-2)
     a, b = np.array([1.0, -1.0, 0.5]), np.array([0.0, 1.0, 0.5])
     k = envelope.rho / (1 + envelope.rho)
@@ -192,9 +198,7 @@ def quadratic() -> Problem:
 
 
 def slack() -> Problem:
-    """The same with a = b: the minimiser of f is a lower-level solution, R = -delta there and the
-    multiplier is 0.
-    """
+    """The same with a = b: f's minimiser solves the lower level, R = -delta, multiplier 0."""
     a = np.array([1.0, -1.0, 0.5])
     return Problem(
         "slack",
@@ -211,12 +215,12 @@ def slack() -> Problem:
 
 
 def flat() -> Problem:
-    """g = (sum(y) - x)^2 / 2: convex, its minimisers are a whole plane, and it is not strongly
-    convex.
+    """g = (sum(y) - x)^2 / 2: convex, not strongly convex, with a plane of minimisers.
 
     The proximal point moves all of y by the same amount, which gives R = n rho u^2 / (2 (1 + n
     rho)) - delta with u = sum(y) - x: a slab |u| <= s with normal (-1, 1, ..., 1), on which f = |w
-    - c|^2 / 2 projects c."""
+    - c|^2 / 2 projects c.
+    """
     envelope = Envelope(rho=2.0, sigma=0.0, delta=1e-2)
     n, c = 4, np.array([-1.0, 1.0, 0.5, -0.5, 1.0])
     k = n * envelope.rho / (1 + n * envelope.rho)
@@ -250,12 +254,14 @@ def manufactured(
     weight: float = 1.0,
     **more: Any,
 ) -> Problem:
-    """A problem with g = |y - B x|^2 / 2 and f a squared distance that has the KKT point (x, y) by
-    construction.
+    """A problem that has the KKT point (x, y) by construction.
+
+    g = |y - B x|^2 / 2, and f is a squared distance.
 
     As psi is isotropic, z = P_Y((rho B x + y)/(1 + rho)) for any set Y. delta is chosen such that
     R(x, y) = 0, and the centre of f such that grad f + multiplier grad R + normal = 0 with `normal`
-    a vector of the normal cone at (x, y)."""
+    a vector of the normal cone at (x, y).
+    """
     rho = 1.0
     z = project_y((rho * B @ x + y) / (1 + rho))
     delta = float(
@@ -270,9 +276,7 @@ def manufactured(
 
 
 def simplex_projection(v: Vector, total: float = 1.0) -> Vector:
-    """The projection on the simplex by bisection on the shift, independently of the library's
-    sorting.
-    """
+    """The projection on the simplex by bisection on the shift (the library sorts)."""
     low, high = float(v.min()) - total, float(v.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -281,9 +285,7 @@ def simplex_projection(v: Vector, total: float = 1.0) -> Vector:
 
 
 def active_box() -> Problem:
-    """Bounds are active at the solution in x (first coordinate), in y (second), and in z alone
-    (third).
-    """
+    """Active bounds at the solution: x in coordinate 1, y in 2, z alone in 3."""
     return manufactured(
         "active_box",
         B=np.eye(3),
@@ -300,9 +302,7 @@ def active_box() -> Problem:
 
 
 def ball() -> Problem:
-    """x in a ball about a point other than 0, y in another, both constraints active at the
-    solution.
-    """
+    """x and y in balls, x's not about 0; both constraints are active at the solution."""
     angle, center = 0.4, np.array([0.5, -0.5])
     x = center + 1.5 * np.array([np.cos(angle), np.sin(angle)])
     y = np.array([np.cos(0.3), -np.sin(0.3)])
@@ -333,11 +333,8 @@ def simplex() -> Problem:
         normal=np.array([0.0, 0.4, 0.1, 0.1, 0.1, -0.5]),
         multiplier=2.0,
         start=(np.array([-1.0, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])),
-        ivsp={
-            "mu0": 1e-3,
-            "gamma0": 2.0,
-            "L_xy": 1.6,
-        },  # gamma0 > 1/multiplier: the penalty has to grow
+        # gamma0 > 1/multiplier: the penalty has to grow.
+        ivsp={"mu0": 1e-3, "gamma0": 2.0, "L_xy": 1.6},
         steps=600,
     )
 
@@ -360,10 +357,8 @@ def sine(n: int = 5) -> Problem:
     minimiser C of the sine. The root p of gap = delta on the side of 2 a gives t, and f on the line
     x + y_i - c = t is least at x = ((1 - n) a + n t)/(1 + n)."""
     envelope, a, c = Envelope(rho=0.5, sigma=1.0, delta=1e-3), 2.0, 2.0
-    C, rho = (
-        float(-np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))),
-        envelope.rho,
-    )
+    C = float(-np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi)))
+    rho = envelope.rho
     side = np.sign(2 * a - C)
     low, high = 0.0, 0.5  # of |p - C|
     for _ in range(100):
@@ -409,8 +404,9 @@ def random_functions(
 def random_problem(
     seed: int, nx: int, ny: int, bound: float
 ) -> tuple[BilevelProblem, reference.Functions, Tensor, Tensor, dict[str, Any]]:
-    """`reference.random_problem` in torch and in NumPy: the problem, its functions, the start (x,
-    y) and the constants.
+    """`reference.random_problem` in torch and in NumPy.
+
+    Returns the problem, its functions, the start (x, y) and the constants.
     """
     functions, x, y, constants = reference.random_problem(seed, nx, ny, bound)
     box = Box(-bound, bound)

@@ -1,10 +1,12 @@
-"""The runs that one process and several are compared on; as a script, it makes them over two
-processes.
+"""The runs that one process and several are compared on.
+
+As a script, it makes them over two processes.
 
     python parallel.py OUT CASE [CASE ...]
 
 writes what each case ended with to OUT. Lightning starts the second process itself, by the same
-command."""
+command.
+"""
 
 from __future__ import annotations
 

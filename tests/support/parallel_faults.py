@@ -31,9 +31,7 @@ class Summed(Weighting):
 
 
 class Positional(Weighting):
-    """Takes the weights of a part by position: those of the first samples, whichever samples it is
-    given.
-    """
+    """Takes weights by position: those of the first samples, whichever samples it gets."""
 
     def lower_loss(self, batch: Any) -> Tensor:
         return super().lower_loss((batch[0], batch[1], torch.arange(len(batch[0]))))

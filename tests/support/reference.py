@@ -1,4 +1,4 @@
-"""IVSP in plain NumPy (float64), written from the paper alone: the ground truth of the test-suite."""
+"""IVSP in plain NumPy (float64), written from the paper alone: the tests' ground truth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ Distance = Callable[[Array, Array], float]
 SMOOTHING_CONSTANTS = {"huber": (1 / 8, 1.0), "softplus": (float(np.log(2.0)), 1 / 4)}
 BB_FLOOR = 1e-24  # below it <dw, dv> counts as zero (safeguard of eq. bb-initialization)
 ARMIJO_SLACK = 1e-12  # against stalling by round-off (eq. implemented-robust-armijo)
-MAX_INNER, MAX_TRIALS = (
-    1_000_000,
-    200,
-)  # reached only with wrong constants or a NaN: raise instead of hanging
+# Reached only with wrong constants or a NaN: raise instead of hanging.
+MAX_INNER = 1_000_000
+MAX_TRIALS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Constants of Algorithms 2 and 3; the defaults are the paper's "Common IVSP settings" (q does
-    not follow r).
+    """Constants of Algorithms 2 and 3.
+
+    The defaults are the paper's "Common IVSP settings" (q does not follow r).
     """
 
     rho: float
@@ -78,7 +78,7 @@ class Functions:
 
 @dataclass
 class Record:
-    """One outer iteration: the new point with its z~, f and R~, and the constants that led to it."""
+    """One outer iteration: the new point with its z~, f and R~, and the constants used."""
 
     x: Array
     y: Array
@@ -141,20 +141,24 @@ def moreau(
 def ivsp(
     functions: Functions, x0: Array, y0: Array, settings: Settings, steps: int
 ) -> tuple[list[Record], int]:
-    """Algorithm 3 with the paper's implementation details; also returns the inner iterations of its
-    step 0.
-    """
+    """Algorithm 3 with the paper's details; also returns the inner iterations of its step 0."""
     s, split = settings, x0.size
     a_phi, b_phi = SMOOTHING_CONSTANTS[s.smoothing]
     modulus = 1 / s.rho - s.sigma
     lipschitz = np.sqrt(s.L_xy**2 + 1 / s.rho**2)
-    x, y, t, L_start = x0, y0, 0, s.L_init
+    x = x0
+    y = y0
+    t = 0
+    L_start = s.L_init
     z, R, inner_at_start = moreau(functions, x, y, y, s.zeta(0), s)
     f = functions.f(x, y)
     records: list[Record] = []
     w_old = grad_f_old = grad_G_old = np.zeros(x.size + y.size)  # read from k = 1 on
     for k in range(steps):
-        mu, zeta, zeta_next, gamma = s.mu(k), s.zeta(k), s.zeta(k + 1), s.gamma(t)
+        mu = s.mu(k)
+        zeta = s.zeta(k)
+        zeta_next = s.zeta(k + 1)
+        gamma = s.gamma(t)
         w = np.concatenate((x, y))
         grad_f = np.concatenate((functions.fx(x, y), functions.fy(x, y)))
         phi, slope = smoothed_plus(R, mu, s.smoothing)
@@ -204,14 +208,20 @@ def ivsp(
 
 
 def prox(functions: Functions, x: Array, y: Array, rho: float, tolerance: float) -> Array:
-    """Minimise psi(z) = g(x, z) + |z - y|^2 / (2 rho) over Y, to the floor of round-off and at
-    least to `tolerance`.
+    """Minimise psi(z) = g(x, z) + |z - y|^2 / (2 rho) over Y, at least to `tolerance`.
+
+    The iteration goes on to the floor of round-off.
 
     A step d is accepted if <grad psi(z + d) - grad psi(z), d> <= (L/2) |d|^2. As psi is convex,
     this implies psi(z + d) <= psi(z) - (L/2) |d|^2, without the cancellation of a test on values.
     Once the projected-gradient mapping is below 1e-6 L is kept, and the iteration ends when ten
-    steps in a row bring no smaller mapping."""
-    z, L, best, smallest, stalled = y, 1 / rho, y, np.inf, 0
+    steps in a row bring no smaller mapping.
+    """
+    z = y
+    L = 1 / rho
+    best = y
+    smallest = np.inf
+    stalled = 0
     gradient = functions.gy(x, z)
     for _ in range(MAX_INNER):
         new = functions.project_y(z - gradient / L)
@@ -271,9 +281,7 @@ def _box(bound: float) -> Callable[[Array], Array]:
 
 
 def sine(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Functions, Array, Array]:
-    """Synthetic problem: f = (x - a)^2 + |y - a - c|^2, g = sum_i sin(x + y_i - c), boxes [-100,
-    100].
-    """
+    """f = (x - a)^2 + |y - a - c|^2, g = sum_i sin(x + y_i - c), boxes [-100, 100]."""
     functions = Functions(
         f=lambda x, y: float((x[0] - a) ** 2 + (y - a - c) @ (y - a - c)),
         fx=lambda x, y: 2 * (x - a),
@@ -288,8 +296,9 @@ def sine(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Functions, Array, Arra
 
 
 def sine_solution(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Array, Array]:
-    """x* = ((1 - n) a + n C) / (1 + n), y* = C + c - x*, C the point of -pi/2 + 2 pi Z nearest to 2
-    a.
+    """x* = ((1 - n) a + n C) / (1 + n), y* = C + c - x*.
+
+    C is the point of -pi/2 + 2 pi Z nearest to 2 a.
     """
     C = -np.pi / 2 + 2 * np.pi * np.round((2 * a + np.pi / 2) / (2 * np.pi))
     x = ((1 - n) * a + n * C) / (1 + n)
@@ -299,8 +308,7 @@ def sine_solution(n: int, a: float = 2.0, c: float = 2.0) -> tuple[Array, Array]
 def random_problem(
     seed: int, nx: int, ny: int, bound: float
 ) -> tuple[Functions, Array, Array, dict[str, Any]]:
-    """Random problem with a strongly convex f, a nonconvex g and the box [-bound, bound] for x and
-    y.
+    """Random problem: strongly convex f, nonconvex g, x and y in the box [-bound, bound].
 
     f = (w - center)' H (w - center) / 2 with w = (x, y), g = sum_i sin(a_i.y + b_i.x) + y'Qy / 2,
     where H >= I, Q >= 0 and |A|_2 = 1. The last value holds H, center, A, B, Q and the constants

@@ -1,4 +1,4 @@
-"""Runs of bilevel modules, by Trainer, by the command line and by hand, and what is read of them."""
+"""Runs of bilevel modules by Trainer, command line and hand, and what is read of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The table of solvers: what stands here is held to the contract of all solvers, by every test that
-speaks of all of them.
+"""The table of solvers: each entry is held to the contract of all solvers.
 
 An entry gives constants with which the method gets somewhere, and does not diverge, on every
 problem of `helpers.PROBLEMS` and of `parallel.problem`. IVSP stands here twice: as in the paper
-with all constants given, and with what it chooses itself."""
+with all constants given, and with what it chooses itself.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""What the tests of compatibility run over two processes; as a script, it makes fits with one list
-of callbacks after another.
+"""What the tests of compatibility run over two processes.
+
+As a script, it makes fits with one list of callbacks after another.
 
     python two_processes.py FOLDER
 
 prints the names of the lists that were done, each after a test of the module. Lightning starts the
-second process itself."""
+second process itself.
+"""
 
 from __future__ import annotations
 

@@ -1,32 +1,32 @@
-r"""The constants of IVSP that are left out, chosen from a few gradients at the start of a run.
+r"""Choose the missing constants of IVSP from a few gradients at the start of a run.
 
-The convergence theorem leaves them free within conditions that each choice here respects. Every
-choice scales with f, with g and delta together, so that their units do not matter.
+The convergence theorem leaves the constants free within conditions; each choice here meets them.
+Every choice scales with f, and with g and delta together, so that their units do not matter.
 
-- ``L_yy``: the largest curvature of g(x, .) that a power iteration at the start, or the way from y
-  to its proximal point, meets. It sets the inner step, and is corrected with what follows from it
-  where the inner loop diverges.
+- ``L_yy``: the largest curvature of g(x, .) that is seen by a power iteration at the start and on
+  the way from y to its proximal point. It sets the inner step. If the inner loop diverges, L_yy is
+  corrected, with the constants that depend on it.
 - ``sigma``: L_yy, at most 1/(2 rho). No function with that curvature is less convex.
 - ``rho``: 1/(4 L_yy), which keeps rho * sigma below 1 and lets the inner loop converge by 0.4 in
   each iteration; 1/L_yy where g is declared convex by ``sigma=0``.
 - ``mu0``: 5 delta, with ``block`` 5: the smoothing starts at the scale of the constraint, and falls
   as the theorem says.
-- ``zeta_bar``: such that the first accuracy is delta/10; later ones never exceed the schedule, but
-  undercut it where the gradient's error would be more than a tenth of what the next step promises.
-- ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that both pull alike at the start. An update
-  of the penalty halves it: the theorem wants a grid that falls to 0 by bounded factors.
+- ``zeta_bar``: such that the first accuracy is delta/10. Later ones never exceed the schedule. They
+  are smaller if the gradient's error would be more than a tenth of the gradient mapping.
+- ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that f and R have equal weight at the start.
+  An update of the penalty halves it: the theorem wants a grid that falls to 0 by bounded factors.
 - ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``,
   ``L_min`` and ``L_max`` are the paper's multiples of it.
-- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only where steps have
+- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only after the steps have
   become a hundred times shorter.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
 - ``B_R``: the largest :math:`\|\nabla R\|` so far, with its error.
 - the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a
   change of variables.
 
-R at the start may be anything: a gradient smaller than it will be at the boundary of the relaxed
-constraint, where :math:`\|y - z\| \approx \sqrt{2\rho\delta}`, is replaced by what it will be
-there.
+The gradient of R may happen to be small at the start. It is then replaced by an estimate of what it
+will be at the boundary of the relaxed constraint, where
+:math:`\|y - z\| \approx \sqrt{2\rho\delta}`.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.ivsp.constants import PAPER, left_out
+from lightning_bilevel.solvers.ivsp.constants import PAPER, missing_constants
 
 __all__ = ["choose", "explain"]
 
 
 def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Return all constants for a run from (x, y): those given, and for each None a choice."""
-    missing = left_out(given)
+    """Return all constants for a run from (x, y): a choice replaces each None."""
+    missing = missing_constants(given)
     rules = given["rules"] or ("own" if missing else "paper")
     c: dict[str, Any] = {**given, "rules": rules, "chosen": missing}
     if c["L_init"] is None:
         c["L_init"] = c["fixed_L"]
     if rules == "paper":
-        return {name: PAPER.get(name) if value is None else value for name, value in c.items()} | {
-            "own_unit": 1.0
-        }
+        filled = {name: PAPER.get(name) if value is None else value for name, value in c.items()}
+        return {**filled, "own_unit": 1.0}
     delta = given["delta"]
-    lower, curved = problem.at(x), given["L_yy"] is None
-    # A linear g has no curvature, and its inner loop takes any step.
-    c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0) if curved else given["L_yy"]
+    lower = problem.at(x)
+    chooses_L_yy = given["L_yy"] is None
+    if chooses_L_yy:
+        # A linear g has no curvature, and its inner loop takes any step.
+        c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0)
     while True:
         if given["rho"] is None:
-            c["rho"] = (1.0 if given["sigma"] == 0.0 else 0.25) / max(
-                c["L_yy"], given["sigma"] or 0.0
-            )
+            factor = 1.0 if given["sigma"] == 0.0 else 0.25
+            c["rho"] = factor / max(c["L_yy"], given["sigma"] or 0.0)
         if given["sigma"] is None:
             c["sigma"] = min(c["L_yy"], 0.5 / c["rho"])
         envelope = Envelope(rho=c["rho"], sigma=c["sigma"], delta=delta)
@@ -79,29 +79,28 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
             L_yy=c["L_yy"],
             max_inner=c["max_inner"],
         )
-        # The start may be a point of inflection: what g does on the way to z counts too.
+        # The start may be a point of inflection, so the curvature on the way to z counts too.
         distance = norm(z - y)
         secant = norm(lower.gradient(z) - lower.gradient(y)) / distance if distance > 0.0 else 0.0
-        found = max(2.0**halvings * c["L_yy"], secant)
-        if not curved or found <= 2 * c["L_yy"]:
+        curvature = max(2.0**halvings * c["L_yy"], secant)
+        if not chooses_L_yy or curvature <= 2 * c["L_yy"]:
             break
-        c["L_yy"] = found
-    gap, f = evaluate_gap(lower, y, z, envelope), problem.upper(x, y)
+        c["L_yy"] = curvature
+    gap = evaluate_gap(lower, y, z, envelope)
+    f = problem.upper(x, y)
     boundary = math.sqrt(2 * c["rho"] * delta)
     if c["L_xy"] is None:
         ends = [z]
         if distance < boundary and norm(f.grad_y) > 0.0:
-            # The start solves the lower level: f is what will pull y away from there.
+            # The start solves the lower level; the gradient of f will move y away from it.
             ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
         c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
-    R_x, R_y = (
-        max(norm(gap.grad_x), c["L_xy"] * boundary),
-        max(norm(gap.grad_y), c["L_yy"] * boundary),
-    )
+    R_x = max(norm(gap.grad_x), c["L_xy"] * boundary)
+    R_y = max(norm(gap.grad_y), c["L_yy"] * boundary)
     if c["own_unit"] is None:
-        # Half of the way, in powers of two, to where both gradients are equal, and only in favour
-        # of x: the line search brakes a level that moves too far, but nothing wakes up one that
-        # hardly moves.
+        # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
+        # makes steps of x longer: the line search brakes a level that moves too far, but nothing
+        # speeds up a level that hardly moves.
         c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
     unit = c["own_unit"]
     scaled = problem.in_units(upper=unit)
@@ -116,8 +115,10 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     if c["zeta_bar"] is None:
         c["zeta_bar"] = delta / 10 / c["mu0"] ** c["q"]
     if c["gamma0"] is None:
-        R = math.hypot(unit * R_x, R_y)
-        c["gamma0"] = R / slope if slope > 0.0 else c["L_yy"] / L_f if L_f > 0.0 else 1.0
+        if slope > 0.0:
+            c["gamma0"] = math.hypot(unit * R_x, R_y) / slope
+        else:
+            c["gamma0"] = c["L_yy"] / L_f if L_f > 0.0 else 1.0
     if c["L_init"] is None:
         c["L_init"] = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
     for name in ("c1", "L_min", "L_max"):
@@ -129,7 +130,7 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
 
 
 def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each constant that was chosen with its value and where it comes from, in words."""
+    """Return each chosen constant with its value and the reason, in words."""
     reasons = {
         "L_yy": "curvature of the lower level",
         "sigma": "as nonconvex as that curvature allows",
@@ -146,8 +147,7 @@ def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
         for name, reason in reasons.items()
         if name in c["chosen"]
     ]
-    return (
-        [*chosen, ("unit of x", f"{c['own_unit']:g} (from the gradients of the gap in x and y)")]
-        if chosen
-        else []
-    )
+    if not chosen:
+        return []
+    unit = f"{c['own_unit']:g} (from the gradients of the gap in x and y)"
+    return [*chosen, ("unit of x", unit)]

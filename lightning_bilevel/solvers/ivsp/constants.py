@@ -1,6 +1,4 @@
-"""The constants of IVSP: what they have to satisfy, and all of them as one object once they are
-known.
-"""
+"""The constants of IVSP: their conditions, and all of them as one object."""
 
 from __future__ import annotations
 
@@ -12,11 +10,13 @@ from typing import Any, Literal
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 
-__all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "left_out"]
+__all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "missing_constants"]
 
-# What the paper chooses per task. With all of them given, IVSP is the paper's algorithm.
+# The constants that the paper sets per task. If all of them are given, IVSP is the paper's
+# algorithm.
 PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
-# What is common to all tasks of the paper, and scaled to the task where IVSP chooses for itself.
+# The constants that are the same for all tasks of the paper. Where IVSP chooses, it scales c1,
+# L_min and L_max by L_init.
 PAPER: dict[str, Any] = {
     "c1": 1e-4,
     "c2": 1.0,
@@ -25,28 +25,29 @@ PAPER: dict[str, Any] = {
     "B_R": 1e3,
     "bb": "short",
 }
-# What may be left out.
+# The constants that may be None.
 CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
 
 
-def left_out(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return which constants of a task were not given; a fixed L needs no start of the line search."""
+def missing_constants(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the constants per task that are None; L_init is not needed with a fixed L."""
     needed = (name for name in PER_TASK if name != "L_init" or given["fixed_L"] is None)
     return tuple(name for name in needed if given[name] is None)
 
 
 @dataclass(frozen=True)
 class Constants:
-    r"""All constants of a run, as :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents
-    them.
+    r"""All constants of a run.
+
+    :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents those that are not listed here.
 
     Attributes:
         rules: ``"paper"`` or ``"own"``.
-        chosen: The names of those that IVSP has chosen for itself.
-        own_unit: What IVSP has multiplied the unit of x by; a power of two.
-        B_R: None is the largest norm seen so far.
-        bb: None is the long step as long as it is accepted at once.
-        fixed_L: None is the line search.
+        chosen: The names of the constants that IVSP has chosen itself.
+        own_unit: The factor by which IVSP has multiplied the unit of x; a power of two.
+        B_R: None means the largest norm seen so far.
+        bb: None means the long step as long as it is accepted at once.
+        fixed_L: None means a line search.
     """
 
     rules: Literal["paper", "own"]
@@ -81,8 +82,8 @@ class Constants:
     @classmethod
     def read(cls, group: dict[str, Any]) -> Constants:
         """Read them from a parameter group."""
-        known = {field.name: group[field.name] for field in fields(cls)}
-        return cls(**{**known, "chosen": tuple(known["chosen"])})
+        values = {field.name: group[field.name] for field in fields(cls)}
+        return cls(**{**values, "chosen": tuple(values["chosen"])})
 
     @property
     def envelope(self) -> Envelope:
@@ -95,9 +96,7 @@ class Constants:
         return float(self.own_unit * self.L_xy)
 
     def more_curved(self, factor: float) -> dict[str, float]:
-        """Return what changes where the lower level turns out to be that many times as curved as
-        L_yy says.
-        """
+        """Return the constants that change if the curvature is ``factor`` times L_yy."""
         L_yy = factor * self.L_yy
         changed = {"L_yy": L_yy}
         if "rho" in self.chosen:
@@ -119,10 +118,8 @@ def check_constants(c: dict[str, Any]) -> None:
     given = {name: value for name, value in c.items() if value is not None or name not in CHOSEN}
     for name, value in given.items():
         if name not in ("rules", "smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
-            refuse(
-                name,
-                "a finite number" + (", or None for a choice of IVSP's" if name in CHOSEN else ""),
-            )
+            alternative = ", or None for a choice of IVSP's" if name in CHOSEN else ""
+            refuse(name, "a finite number" + alternative)
     for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
         if c[name] is not None and not (finite(c[name]) and c[name] > 0):
             refuse(name, f"positive and finite, or None for {otherwise}")
@@ -133,7 +130,8 @@ def check_constants(c: dict[str, Any]) -> None:
         if given.get(name, 0.0) < 0:
             refuse(name, "nonnegative")
     for name in ("block", "max_trials", "max_inner"):
-        if given.get(name, 1) != int(given.get(name, 1)) or given.get(name, 1) < 1:
+        number = given.get(name, 1)
+        if number != int(number) or number < 1:
             refuse(name, "a positive whole number")
     if not 0.0 < c["r"] < 1.0:
         refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
@@ -150,14 +148,15 @@ def check_constants(c: dict[str, Any]) -> None:
             "rules",
             '"paper", "own", or None for the paper\'s where all constants of a task are given',
         )
-    missing = left_out(c)
+    missing = missing_constants(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(
             f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing "
             "is chosen. Leave out `rules`, or say `rules='own'`, to let IVSP choose."
         )
-    if given.get("L_min", 0.0) > given.get("L_max", PAPER["L_max"]):
-        refuse("L_min", f"at most L_max={given.get('L_max', PAPER['L_max'])!r}")
+    L_max = given.get("L_max", PAPER["L_max"])
+    if given.get("L_min", 0.0) > L_max:
+        refuse("L_min", f"at most L_max={L_max!r}")
     sigma = given.get("sigma", 0.0)
     try:
         Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])
@@ -165,6 +164,7 @@ def check_constants(c: dict[str, Any]) -> None:
         raise ValueError(f"`IVSP`: {error}") from None
     if c["q"] is not None and c["q"] <= 1 / c["r"]:
         warnings.warn(
-            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its rate is proved only for q > 1/r.",
+            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its "
+            "rate is proved only for q > 1/r.",
             stacklevel=4,
         )

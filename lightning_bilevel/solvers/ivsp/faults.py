@@ -1,4 +1,4 @@
-"""What IVSP says of a line search that leads nowhere."""
+"""The error and the warning of IVSP for a line search that leads nowhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["check_trials", "warn_of_stall"]
 
 
 def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
-    """Stop where none of the trials could be evaluated: what stopped the last one says more than
-    that it was rejected.
+    """Raise the last failure if none of the trials could be evaluated.
+
+    It says more than that the trials were rejected.
     """
     if failures and len(failures) >= trials:
         last = failures[-1]
@@ -30,8 +31,10 @@ def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
 def warn_of_stall(
     iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet
 ) -> bool:
-    """Warn where a step of length zero was accepted although the point is not stationary, and tell
-    whether it is so.
+    """Warn of a step of length zero at a point that is not stationary.
+
+    Returns:
+        Whether it warned.
     """
     measure = norm(feasible.project(w - direction) - w)
     stalled = measure > math.sqrt(torch.finfo(w.dtype).eps) * (1 + norm(w))

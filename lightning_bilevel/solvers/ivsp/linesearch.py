@@ -1,6 +1,4 @@
-"""Backtracking over a trial function, and the safeguarded Barzilai-Borwein guess that it starts
-from.
-"""
+"""Backtracking, and the safeguarded Barzilai-Borwein guess that it starts from."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ __all__ = ["allowance", "backtrack", "barzilai_borwein"]
 
 
 class Trial(Protocol):
-    """What backtracking wants to know of a trial."""
+    """A trial, as backtracking sees it."""
 
     @property
     def accepted(self) -> bool: ...
@@ -58,10 +56,10 @@ def barzilai_borwein(
         L^{\text{short}} = \mu \|\Delta v\|^2 / |\langle \Delta w, \Delta v \rangle|, \qquad
         L^{\text{long}} = \mu |\langle \Delta w, \Delta v \rangle| / \|\Delta w\|^2
 
-    the second if ``dw_dw`` is given, if that is safe
-    (:math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and L_min <= L <= L_max), otherwise
-    half the previous start, clipped to [L_min, L_max]. They are named after the steps :math:`\mu/L`
-    that they lead to; the short one weighs stiff directions more.
+    The long one is used if ``dw_dw`` is given. The guess is safe if
+    :math:`|\langle \Delta w, \Delta v \rangle| > 10^{-24}` and L_min <= L <= L_max. Otherwise half
+    the previous start replaces it, clipped to [L_min, L_max]. The names are those of the steps
+    :math:`\mu/L`; the short one gives stiff directions more weight.
     """
     if abs(dw_dv) > 1e-24:
         guess = mu * dv_dv / abs(dw_dv) if dw_dw is None else mu * abs(dw_dv) / dw_dw
@@ -73,7 +71,7 @@ def barzilai_borwein(
 def allowance(
     step: float, L: float, mu: float, error: float, *, theta_low: float, theta_hat: float
 ) -> float:
-    r"""Return what the Armijo test concedes to a gradient that is wrong by at most ``error``.
+    r"""Return the allowance of the Armijo test for a gradient error of at most ``error``.
 
     .. math::
         \frac{\mu E^2}{2\vartheta}, \qquad
@@ -81,5 +79,6 @@ def allowance(
 
     with an infinite ratio where the step is zero.
     """
-    theta = max(min(mu * error / step if step > 0.0 else math.inf, theta_hat * L), theta_low)
+    ratio = mu * error / step if step > 0.0 else math.inf
+    theta = max(min(ratio, theta_hat * L), theta_low)
     return mu * error**2 / (2 * theta)

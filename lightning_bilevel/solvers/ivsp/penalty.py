@@ -1,6 +1,6 @@
 r"""The smoothed plus function, the schedules of a run, and the test that strengthens the penalty.
 
-All of it are functions of numbers; only the counters k and t are ever stored.
+All of these are functions of numbers; a run stores only the counters k and t.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ __all__ = [
     "inverse_penalty",
     "needs_update",
     "prox_accuracy",
+    "smoothing_function",
+    "smoothing_parameter",
 ]
-__all__ += ["smoothing_function", "smoothing_parameter"]
 
 SmoothingName = Literal["huber", "softplus"]
 
@@ -45,8 +46,9 @@ class Smoothing(Protocol):
 
 
 class Huber:
-    r"""Centered Huber: 0 below :math:`-\mu/2`, t above :math:`\mu/2`,
-    :math:`(t + \mu/2)^2 / (2\mu)` between.
+    r"""Centered Huber function.
+
+    It is 0 below :math:`-\mu/2`, t above :math:`\mu/2`, and :math:`(t + \mu/2)^2 / (2\mu)` between.
     """
 
     a = 1 / 8
@@ -55,7 +57,9 @@ class Huber:
     def value(self, t: float, mu: float) -> float:
         if t <= -mu / 2:
             return 0.0
-        return t if t >= mu / 2 else (t + mu / 2) ** 2 / (2 * mu)
+        if t >= mu / 2:
+            return t
+        return (t + mu / 2) ** 2 / (2 * mu)
 
     def slope(self, t: float, mu: float) -> float:
         return min(max((t + mu / 2) / mu, 0.0), 1.0)
@@ -77,7 +81,7 @@ class Softplus:
 
 
 def smoothing_function(name: SmoothingName) -> Smoothing:
-    """Return the smoothing that the name stands for (a checkpoint holds the name)."""
+    """Return the smoothing of that name (a checkpoint holds the name)."""
     return Softplus() if name == "softplus" else Huber()
 
 
@@ -92,13 +96,14 @@ def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
 
 
 def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
-    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}` (the paper's), or
-    :math:`\gamma_0 \, \text{ratio}^t`.
+    r"""Return the inverse penalty :math:`\hat\gamma_t` after t updates.
 
-    The theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}`
-    bounded. It is never rounded to 0.
+    It is :math:`\gamma_0 (t + 1)^{-1/2}` (the paper's), or :math:`\gamma_0 \, \text{ratio}^t`. The
+    theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}` bounded.
+    The value is never rounded to 0.
     """
-    return max(float(gamma0 * ((t + 1) ** -0.5 if ratio is None else ratio**t)), sys.float_info.min)
+    factor = (t + 1) ** -0.5 if ratio is None else ratio**t
+    return max(float(gamma0 * factor), sys.float_info.min)
 
 
 def needs_update(
@@ -106,6 +111,8 @@ def needs_update(
 ) -> bool:
     r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
 
-    .. math:: \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
+    .. math::
+        \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad
+        \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
     """
     return residual > 2 * a * mu and step <= c2 * mu * gamma

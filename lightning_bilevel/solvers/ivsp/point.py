@@ -1,4 +1,4 @@
-"""A point of IVSP, and its evaluation: f with its gradient, and the Moreau gap R up to an accuracy."""
+"""A point of IVSP and its evaluation: f with its gradient, and the inexact Moreau gap R."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Evaluator", "Point"]
 
 @dataclass(frozen=True)
 class Point:
-    r"""All that is known at w = (x, y).
+    r"""A point w = (x, y) with the values and gradients there.
 
     Attributes:
         w: The point.
-        split: How long x is.
+        split: The length of x.
         f: f(w).
-        grad_f: Its gradient.
+        grad_f: The gradient of f.
         z: The approximate proximal point.
-        zeta: Its accuracy.
+        zeta: The accuracy of z.
         lower: g(w).
         residual: :math:`\tilde R(w)`.
-        grad_R: Its gradient.
-        halvings: How often the step of the inner loop was halved on the way.
+        grad_R: The gradient of R.
+        halvings: How often the step of the inner loop was halved so far.
     """
 
     w: Tensor
@@ -56,23 +56,22 @@ class Evaluator:
     Args:
         problem: f and g.
         constants: The constants of the run.
-        split: How long x is.
+        split: The length of x.
         halvings: How often the step of the inner loop has been halved so far.
     """
 
     def __init__(
         self, problem: BilevelProblem, constants: Constants, split: int, halvings: int
     ) -> None:
-        self.problem, self.constants, self.split, self.halvings = (
-            problem,
-            constants,
-            split,
-            halvings,
-        )
+        self.problem = problem
+        self.constants = constants
+        self.split = split
+        self.halvings = halvings
 
     def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
-        lower, y = self.problem.at(w[: self.split]), w[self.split :]
+        lower = self.problem.at(w[: self.split])
+        y = w[self.split :]
         z, halvings = self._prox(lower, y, z, zeta, max_inner)
         return self._measure(lower, w, z, zeta, halvings)
 
@@ -96,13 +95,13 @@ class Evaluator:
     def again(
         self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float
     ) -> tuple[Point, bool]:
-        """Evaluate w where z gave f and the residual before, and tell whether they are still what
-        they were.
+        """Evaluate w again, and tell whether f and the residual at z have their former values.
 
-        If so, the data are the same and z is as accurate as it was: the point is as it was, at the
-        price of one look.
+        If so, the data have not changed and z is as accurate as before. No inner loop is then
+        needed.
         """
-        lower, y = self.problem.at(w[: self.split]), w[self.split :]
+        lower = self.problem.at(w[: self.split])
+        y = w[self.split :]
         upper = self.problem.upper(lower.x, y)
         if upper.value == f:
             point = self._measure(lower, w, z, zeta, self.halvings, upper)
@@ -137,12 +136,13 @@ class Evaluator:
         halvings: int,
         upper: Upper | None = None,
     ) -> Point:
-        # The gap first: it needs more memory than f, and so need not hold the gradient of f as
-        # well.
+        # The gap comes first: it needs more memory than f, and the gradient of f is not held yet.
         y = w[self.split :]
         gap = evaluate_gap(lower, y, z, self.constants.envelope)
-        at_y, residual, grad_R = gap.lower, gap.residual, torch.cat([gap.grad_x, gap.grad_y])
+        g = gap.lower
+        residual = gap.residual
+        grad_R = torch.cat([gap.grad_x, gap.grad_y])
         del gap
         upper = self.problem.upper(lower.x, y) if upper is None else upper
         grad_f = torch.cat([upper.grad_x, upper.grad_y])
-        return Point(w, self.split, upper.value, grad_f, z, zeta, at_y, residual, grad_R, halvings)
+        return Point(w, self.split, upper.value, grad_f, z, zeta, g, residual, grad_R, halvings)

@@ -1,4 +1,4 @@
-"""What IVSP says of an outer iteration."""
+"""The record of IVSP."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ __all__ = ["IVSPInfo"]
 
 @dataclass(frozen=True, kw_only=True)
 class IVSPInfo(PenaltyInfo):
-    """What one outer iteration of IVSP did."""
+    """The record of one outer iteration of IVSP."""

@@ -46,15 +46,16 @@ class Merit:
         return self.phi.slope(point.residual, self.mu)
 
     def direction(self, point: Point) -> Tensor:
-        """Return gamma grad f + weight grad R, made where it is needed: it is not held while a
-        trial is evaluated.
+        """Return gamma grad f + weight grad R.
+
+        It is computed anew for each trial, to save memory while the trial is evaluated.
         """
         return (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of the line search; without a point where it could not be evaluated."""
+    """A trial of the line search; its point is None if it could not be evaluated."""
 
     accepted: bool
     merit: float
@@ -63,11 +64,14 @@ class Trial:
     point: Point | None
 
     def __str__(self) -> str:
-        return f"the last trial has merit {self.merit:.9g}, to be at most {self.bound:.9g}, after a step of {self.step:.3g}."
+        return (
+            f"the last trial has merit {self.merit:.9g}, to be at most {self.bound:.9g}, after a "
+            f"step of {self.step:.3g}."
+        )
 
 
 class LineSearchRules(Protocol):
-    """What the trials ask the rules."""
+    """The part of the rules that trials use."""
 
     def slack(self, here: Point, there: Point, gamma: float) -> float: ...
 
@@ -79,10 +83,13 @@ class LineSearchRules(Protocol):
 
 
 class Armijo:
-    r"""The trials from a point:
-    :math:`w_L = P_C(w - \tfrac{\mu}{L} [\gamma \nabla f + \phi'_\mu(\tilde R) \tilde\nabla R])`.
+    r"""The trials from a point, with the Armijo test.
 
-    A trial is accepted if
+    The trial with curvature L goes to
+
+    .. math:: w_L = P_C(w - \tfrac{\mu}{L} [\gamma \nabla f + \phi'_\mu(\tilde R) \tilde\nabla R])
+
+    and is accepted if
 
     .. math::
         \gamma f(w_L) + \phi_\mu(\tilde R_L + \zeta_{k+1}) \le \gamma f(w) + \phi_\mu(\tilde R)
@@ -99,7 +106,8 @@ class Armijo:
         zeta: The accuracy of trial points.
 
     Attributes:
-        failures: What stopped the trials that could not be evaluated.
+        start: The merit of the current point.
+        failures: The errors of the trials that could not be evaluated.
     """
 
     def __init__(
@@ -113,14 +121,22 @@ class Armijo:
         error: float,
         zeta: float,
     ) -> None:
-        self.evaluate, self.here, self.merit, self.feasible = evaluate, here, merit, feasible
-        self.constants, self.rules, self.error, self.zeta = constants, rules, error, zeta
+        self.evaluate = evaluate
+        self.here = here
+        self.merit = merit
+        self.feasible = feasible
+        self.constants = constants
+        self.rules = rules
+        self.error = error
+        self.zeta = zeta
         self.start = merit.value(here)
         self.failures: list[BilevelError] = []
 
     def __call__(self, L: float) -> Trial:
         """Make the trial with curvature L."""
-        c, here, merit = self.constants, self.here, self.merit
+        c = self.constants
+        here = self.here
+        merit = self.merit
         moved = merit.direction(here).mul_(merit.mu / L)
         w = self.feasible.project(torch.sub(here.w, moved, out=moved))
         del moved
@@ -130,31 +146,23 @@ class Armijo:
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
             return Trial(False, math.inf, self.start, d, None)
-        tau = (
-            allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
-            + here.zeta
-            + self.zeta
-        )
+        tau = allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
+        tau = tau + here.zeta + self.zeta
         value = merit.value(there, self.zeta)
-        bound = (
-            self.start
-            - c.c1 / (2 * merit.mu) * d**2
-            + tau
-            + self.rules.slack(here, there, merit.gamma)
-        )
-        return Trial(c.fixed_L is not None or value <= bound, value, bound, d, there)
+        slack = self.rules.slack(here, there, merit.gamma)
+        bound = self.start - c.c1 / (2 * merit.mu) * d**2 + tau + slack
+        accepted = c.fixed_L is not None or value <= bound
+        return Trial(accepted, value, bound, d, there)
 
     def _note(self, error: BilevelError) -> None:
-        """Go on with a shorter step, which may lead to where g can be evaluated; or give up."""
+        """Note a failed trial. A shorter step may succeed; raise the error if that is hopeless."""
         if not self.failures and isinstance(error, InnerLoopError):
-            # Before further trials fail likewise: with f or g that change, all of them would.
+            # Checked at the first failure: if f or g changes between calls, all trials would fail.
             self.evaluate.problem.check_unchanged(*self.here.levels, self.here.f, self.here.lower)
         self.failures.append(error)
-        # An inner loop that fails again and again cannot.
         failed = sum(isinstance(failure, InnerLoopError) for failure in self.failures)
-        if self.constants.fixed_L is not None or (
-            self.rules.gives_up_early and failed > _MAX_FAILURES
-        ):
+        too_many = self.rules.gives_up_early and failed > _MAX_FAILURES
+        if self.constants.fixed_L is not None or too_many:
             raise error
 
 
@@ -175,7 +183,8 @@ def next_start(
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
     dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
-    dw_dv, dv_dv = _dot(there.w - here.w, dv, here.split), _dot(dv, dv, here.split)
+    dw_dv = _dot(there.w - here.w, dv, here.split)
+    dv_dv = _dot(dv, dv, here.split)
     dw_dw = distance(there.w, here.w, here.split) ** 2 if long else None
     return barzilai_borwein(
         dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw
@@ -183,8 +192,9 @@ def next_start(
 
 
 def distance(a: Tensor, b: Tensor, split: int) -> float:
-    """Return the distance of two points, each level summed on its own: x may be one number and y a
-    million.
+    """Return the distance of two points; each level is summed on its own.
+
+    x may be one number and y a million.
     """
     return math.sqrt(
         squared_distance(a[:split], b[:split]) + squared_distance(a[split:], b[split:])

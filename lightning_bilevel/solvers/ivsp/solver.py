@@ -36,12 +36,16 @@ class IVSP(BilevelOptimizer):
     :math:`\tilde z^k`, :math:`\tilde R^k` from an inexact evaluation:
 
     .. math::
-        w_L &= P_C\bigl(w^k - \tfrac{\mu_k}{L} [\gamma_k \nabla f(w^k) + \phi'_{\mu_k}(\tilde R^k) \tilde\nabla R(w^k)]\bigr) \\
+        w_L &= P_C\bigl(w^k - \tfrac{\mu_k}{L} [\gamma_k \nabla f(w^k)
+          + \phi'_{\mu_k}(\tilde R^k) \tilde\nabla R(w^k)]\bigr) \\
         \text{accept if}\quad \gamma_k f(w_L) &+ \phi_{\mu_k}(\tilde R_L + \zeta_{k+1})
-          \le \gamma_k f(w^k) + \phi_{\mu_k}(\tilde R^k) - \tfrac{c_1}{2\mu_k}\|w_L - w^k\|^2 + \tau_{k,L} \\
-        t_{k+1} &= t_k + 1 \quad\text{if } \tilde R^{k+1} > 2 a_\phi \mu_k \text{ and } \|w^{k+1} - w^k\| \le c_2\mu_k\gamma_k
+          \le \gamma_k f(w^k) + \phi_{\mu_k}(\tilde R^k)
+          - \tfrac{c_1}{2\mu_k}\|w_L - w^k\|^2 + \tau_{k,L} \\
+        t_{k+1} &= t_k + 1 \quad\text{if } \tilde R^{k+1} > 2 a_\phi \mu_k
+          \text{ and } \|w^{k+1} - w^k\| \le c_2\mu_k\gamma_k
 
-    otherwise L doubles. :math:`\tau_{k,L}` is the allowance for the inexact evaluation.
+    If a trial is rejected, L doubles. :math:`\tau_{k,L}` is the allowance for the inexact
+    evaluation.
 
     Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
@@ -62,23 +66,23 @@ class IVSP(BilevelOptimizer):
         q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r +
             0.01.
         gamma0: :math:`\gamma_0`, the first inverse penalty:
-            :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or :math:`\gamma_0 2^{-t}` where IVSP
-            chooses constants for itself.
+            :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or :math:`\gamma_0 2^{-t}` with IVSP's own
+            rules.
         zeta_bar: :math:`\bar\zeta`, the scale of the accuracy.
-        c1: :math:`c_1`, the decrease that the line search asks for.
+        c1: :math:`c_1`, the decrease that the line search requires.
         c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the
             penalty.
         L_init: :math:`L_{0,0}`, where the first line search starts.
         bb: Which Barzilai-Borwein step a line search starts from: ``"short"`` (the paper's), or
-            ``"long"``, which is less timid where a few directions are much stiffer than the others.
-            IVSP's choice is the long one as long as it is accepted at once.
+            ``"long"``, which takes longer steps if a few directions are much stiffer than the
+            others. IVSP's choice is the long one as long as it is accepted at once.
         L_min: The smallest start of a line search.
         L_max: The largest start of a line search.
         L_xy: Lipschitz constant of :math:`\nabla_x g(x, \cdot)`.
         L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy +
             1/rho).
         inner: How a Moreau evaluation is made: ``"gradient"`` (the paper's), or ``"accelerated"``,
-            which takes about the square root of as many iterations where rho * L_yy is large.
+            which needs about the square root of that many iterations if rho * L_yy is large.
         B_R: Bound on the norm of the gradient of R.
         theta_low: :math:`\underline\vartheta`, the lower bound in the allowance :math:`\tau`.
         theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple
@@ -89,8 +93,8 @@ class IVSP(BilevelOptimizer):
         max_inner: The cap on the iterations of one Moreau evaluation.
         rules: ``"paper"`` is the paper's algorithm, which needs rho, sigma, mu0, block, gamma0,
             zeta_bar, L_init (or fixed_L), L_xy and L_yy; a missing one is an error. ``"own"``
-            follows what the run meets (:mod:`lightning_bilevel.solvers.ivsp.rules` says how). None
-            is the paper's if all of these are given, and IVSP's own otherwise.
+            adapts to the run (:mod:`lightning_bilevel.solvers.ivsp.rules` says how). None is the
+            paper's if all of these are given, and IVSP's own otherwise.
 
     A constant that is None is chosen at the first step, from a few gradients there
     (:mod:`lightning_bilevel.solvers.ivsp.choose` says how), and stays fixed afterwards, through
@@ -170,17 +174,14 @@ class IVSP(BilevelOptimizer):
 
     @property
     def chosen(self) -> list[tuple[str, str]]:
-        """The constants that this run has chosen for itself, each with its value and where that
-        comes from.
-        """
+        """The constants that this run has chosen itself, each with its value and its origin."""
         return explain(self.constants) if self.constants["chosen"] is not None else []
 
     @property
     def envelope(self) -> Envelope | None:
-        """rho, sigma and delta, in the user's own y; None as long as they have to be chosen at the
-        first step.
-        """
-        c, square = self.constants, self.param_groups[1]["unit"] ** 2
+        """The envelope in the user's y; None before the first step has chosen its constants."""
+        c = self.constants
+        square = self.param_groups[1]["unit"] ** 2
         if c["rho"] is None or c["sigma"] is None:
             return None
         # |v - v'|^2/(2 rho) in the unit of y is |y - y'|^2/(2 rho unit^2).
@@ -192,7 +193,7 @@ class IVSP(BilevelOptimizer):
         return float(self.memory["multiplier"])
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Choose the constants that are left out, once."""
+        """Choose the missing constants, once, at the first step."""
         if self.param_groups[0]["chosen"] is not None:
             return 1.0
         self._set(choose(problem, x, y, self.constants))
@@ -200,9 +201,7 @@ class IVSP(BilevelOptimizer):
 
     @torch.no_grad()
     def probe(self, problem: BilevelProblem) -> list[tuple[str, str]]:
-        """Return the constants that a run from here would choose, each with its value and where
-        that comes from.
-        """
+        """Return the constants that a run from here would choose, with values and origins."""
         scaled = self._in_units(problem)
         rows = explain(choose(scaled, *self._read(scaled), self.constants))
         problem.calls = scaled.calls
@@ -211,11 +210,12 @@ class IVSP(BilevelOptimizer):
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, IVSPInfo]:
-        known = self._known if self._known is not None and self._at is x else None
+        # The point that the last iteration returned, if x still is its x.
+        known = self._known if self._at is x else None
         try:
             return self._iterate(problem, x, y, known)
         except (InnerLoopError, LineSearchError):
-            # Where f or g has changed meanwhile, that is the cause.
+            # If f or g has changed meanwhile, the check raises that as the cause.
             if known is None:
                 problem.check(x, y)
             else:
@@ -225,20 +225,22 @@ class IVSP(BilevelOptimizer):
     def _iterate(
         self, problem: BilevelProblem, x: Tensor, y: Tensor, known: Point | None
     ) -> tuple[Tensor, Tensor, IVSPInfo]:
-        """Do one outer iteration of Algorithm 1 from the current point, or from what is known of
-        it.
-        """
-        memory, inner = self.memory, problem.calls.lower
-        k, t = memory["iteration"], memory["penalty_updates"]
+        """Do one outer iteration of Algorithm 1; ``known`` is the evaluated current point."""
+        memory = self.memory
+        calls_before = problem.calls.lower
+        k = memory["iteration"]
+        t = memory["penalty_updates"]
         C = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
         here = known or self._evaluated(problem, x, y)
         c, rules = self._settings  # an evaluation may have corrected them
         L_start = memory.get("L_start", float(c.fixed_L or c.L_init))
-        evaluate, merit = Evaluator(problem, c, x.numel(), memory["halvings"]), rules.merit(k, t)
+        evaluate = Evaluator(problem, c, x.numel(), memory["halvings"])
+        merit = rules.merit(k, t)
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
         zeta = min(rules.scheduled_accuracy(k + 1), needed)
-        trial = Armijo(evaluate, here, merit, C, c, rules, rules.error(here.zeta, merit, B_R), zeta)
+        error = rules.error(here.zeta, merit, B_R)
+        trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta)
         try:
             accepted, L, trials = backtrack(trial, L_start, c.max_trials)
         except LineSearchError:
@@ -256,7 +258,7 @@ class IVSP(BilevelOptimizer):
             there.residual, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
         )
         then = rules.merit(k + 1, t + updated)
-        # The next start is known already now, so nothing of the previous point needs keeping.
+        # The next start is computed now, so the previous point need not be kept.
         memory["L_start"] = L_start
         if c.fixed_L is None:
             memory["L_start"] = next_start(
@@ -271,7 +273,7 @@ class IVSP(BilevelOptimizer):
         info = IVSPInfo(
             upper=there.f,
             lower=there.lower,
-            inner_iterations=problem.calls.lower - inner,
+            inner_iterations=problem.calls.lower - calls_before,
             lr=merit.mu / L,
             step=step,
             residual=there.residual,
@@ -293,36 +295,34 @@ class IVSP(BilevelOptimizer):
         return x, y, info
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run, also one that was saved before the constants were an object."""
+        """Load the state of a run; the older format with ``estimated`` is accepted too."""
         if "estimated" in state_dict["param_groups"][0]:
             groups = []
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-                own, chosen = saved["unit"], tuple(saved["estimated"].split())
-                kept = {name: value for name, value in saved.items() if name != "estimated"}
-                kept |= {
-                    "own_unit": own,
-                    "chosen": None if own is None else chosen,
-                    "rules": "own" if chosen else "paper",
-                }
-                kept["unit"] = mine["unit"] * (
-                    own if own is not None and mine["level"] == "upper" else 1.0
-                )
-                groups.append(kept)
+                own_unit = saved["unit"]
+                chosen = tuple(saved["estimated"].split())
+                group = {name: value for name, value in saved.items() if name != "estimated"}
+                group["own_unit"] = own_unit
+                group["chosen"] = None if own_unit is None else chosen
+                group["rules"] = "own" if chosen else "paper"
+                scales = own_unit is not None and mine["level"] == "upper"
+                group["unit"] = mine["unit"] * (own_unit if scales else 1.0)
+                groups.append(group)
             state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
 
     def _forget(self) -> None:
         super()._forget()
-        # What is known at the point that the last iteration returned, and its x.
+        # The evaluated point that the last iteration returned, and its x.
         self._known: Point | None = None
         self._at: Tensor | None = None
         self._stalled = False
-        # Whether the state is that of a checkpoint, or of a solver that was copied.
+        # True until the first evaluation after the start, a load or a copy.
         self._loaded = True
 
     @property
     def _settings(self) -> tuple[Constants, Paper]:
-        """The constants as the parameter groups have them now, and the rules that they ask for."""
+        """The constants in the parameter groups as they are now, and their rules."""
         constants = Constants.read(self.param_groups[0])
         return constants, rules_for(constants)
 
@@ -331,41 +331,41 @@ class IVSP(BilevelOptimizer):
             group.update(constants)
 
     def _evaluated(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> Point:
-        """Evaluate the current point, from where a checkpoint or other data left it."""
-        (c, rules), memory, calls = self._settings, self.memory, problem.calls
-        evaluate, w = Evaluator(problem, c, x.numel(), memory["halvings"]), torch.cat([x, y])
+        """Evaluate the current point, at the start, after a load, or with new data."""
+        c, rules = self._settings
+        memory = self.memory
+        calls = problem.calls
+        evaluate = Evaluator(problem, c, x.numel(), memory["halvings"])
+        w = torch.cat([x, y])
         zeta = memory.get("zeta", rules.scheduled_accuracy(memory["iteration"]))
-        z, same = memory.get("z"), False
+        z = memory.get("z")
+        same = False
         if z is None or z.shape != y.shape:
             point = evaluate.at(w, y, zeta)
         else:
             point, same = evaluate.again(w, z, zeta, memory["f"], memory["residual"])
         if same and self._loaded:
-            problem.calls = calls  # a run that was not stopped knows all this
+            problem.calls = calls  # not counted: an uninterrupted run would not need these calls
         self._loaded = False
         self._keep(point)
         return point
 
     def _keep(self, point: Point) -> tuple[Tensor, Tensor]:
-        """Remember the point that was reached; what a rejected trial found out about g does not
-        hold here.
-        """
-        first = point.halvings > self.memory["halvings"] == 0
+        """Store an accepted point. Halvings of rejected trials do not apply to it."""
+        first_halving = point.halvings > self.memory["halvings"] == 0
         self.memory.update(halvings=point.halvings, z=point.z, f=point.f, residual=point.residual)
         x, y = point.levels
-        self._known, self._at = point, x
-        if first:
-            self._tell_or_correct(2**point.halvings)
+        self._known = point
+        self._at = x
+        if first_halving:
+            self._correct_or_warn(2**point.halvings)
         return x, y
 
-    def _tell_or_correct(self, factor: int) -> None:
-        """The lower level is that many times as curved as L_yy says: correct a choice, or tell of a
-        constant that was given.
-        """
+    def _correct_or_warn(self, factor: int) -> None:
+        """Correct a chosen L_yy by the factor, or warn that the user's L_yy is too small."""
         c, _ = self._settings
         if "L_yy" in c.chosen:
-            # g has become more curved than it was: so has everything that was chosen from its
-            # curvature.
+            # g has become more curved: the constants that depend on its curvature change as well.
             self._set(dict(c.more_curved(factor)))
             self.memory["halvings"] = 0
             self._known = None  # R has another rho now

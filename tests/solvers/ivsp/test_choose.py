@@ -243,9 +243,8 @@ def test_probe_says_what_would_be_chosen_and_what_is_given(
     config: str,
     given: str,
 ) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["lightning-bilevel"]
-    )  # LightningCLI warns of arguments from two sides, pytest's being one
+    # LightningCLI warns of arguments from two sides, pytest's being one.
+    monkeypatch.setattr("sys.argv", ["lightning-bilevel"])
     file = SYNTHETIC / f"{config}.yaml"
     main(
         [

@@ -242,9 +242,7 @@ class TestPaper:
 def stated_step(
     problem: BilevelProblem, envelope: Envelope, x: Tensor, y: Tensor, z: Tensor, info: IVSPInfo
 ) -> list[Tensor]:
-    """w+ = P_C(w - (mu/L) [gamma grad f + phi'(R~) grad R~]), with autograd on f and on the gap at
-    the given z~.
-    """
+    """w+ = P_C(w - (mu/L) [gamma grad f + phi'(R~) grad R~]) by autograd, with the gap at z~."""
     (f,), (g,) = problem.upper_terms, problem.lower_terms
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
     gap = g(x, y) - g(x, z) - ((y - z) ** 2).sum() / (2 * envelope.rho) - envelope.delta
@@ -479,9 +477,7 @@ class TestOutsideChanges:
             torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-10)
 
     def test_an_equal_problem_continues_the_run(self) -> None:
-        """Such as a full batch that is collated anew: one look at f and the gap shows that nothing
-        has changed.
-        """
+        """Such as a full batch collated anew: one look at f and the gap shows that it is equal."""
         one, two = (make_ivsp(self.problem)(groups(*self.problem.at())) for _ in range(2))
         built = self.problem.build()
         for number in range(10):
@@ -523,9 +519,8 @@ class TestOutsideChanges:
         x, y = point_of(optimizer)
         info = optimizer.step(problem=built)
         step = torch.cat(point_of(optimizer)) - torch.cat([x, y])
-        assert float(step.norm()) == pytest.approx(
-            info.step, rel=1e-6
-        )  # from where the parameters were put
+        # The step starts where the parameters were put.
+        assert float(step.norm()) == pytest.approx(info.step, rel=1e-6)
         assert info.calls.upper == info.trials + 1
 
     def test_a_start_outside_the_set_is_projected_with_a_warning(self) -> None:
@@ -535,7 +530,10 @@ class TestOutsideChanges:
         with pytest.warns(UserWarning, match="start lies outside") as caught:
             optimizer.step(problem=problem)
         assert [str(w.message) for w in caught] == [
-            "The upper-level start lies outside Box(-1, 1): it was projected, which moved it by 2.24.",
+            (
+                "The upper-level start lies outside Box(-1, 1): "
+                "it was projected, which moved it by 2.24."
+            ),
             "The lower-level start lies outside Box(-1, 2): it was projected, which moved it by 3.",
         ]
         got = torch.cat(point_of(optimizer))
@@ -580,23 +578,18 @@ class TestStateDict:
         )
         info = two.step(problem=other)
         assert info.calls.upper == info.trials + 1
-        assert info.calls.gap == info.trials + (
-            1 if changed == "f" else 2
-        )  # where f is the same, the gap tells
+        # Where f is the same, the gap shows the change.
+        assert info.calls.gap == info.trials + (1 if changed == "f" else 2)
 
     @pytest.mark.parametrize("unit", [1.0, 30.0])
     def test_a_state_of_the_version_before_goes_on_bitwise(self, unit: float) -> None:
-        """It named what was chosen in one string, and IVSP's own unit stood where that of the group
-        stands now.
-        """
+        """It had one string for the chosen constants, and IVSP's unit in place of the group's."""
         problem = BilevelProblem(
             lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
             lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum(),
         )
-        start, units = (
-            (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)),
-            (unit, 1.0),
-        )
+        start = (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+        units = (unit, 1.0)
         one = IVSP(groups(*start, units))
         advance(one, problem, 3)
         state, point = copy.deepcopy(one.state_dict()), point_of(one)
@@ -661,7 +654,10 @@ class TestNonFinite:
         optimizer = make_ivsp(self.problem, fixed_L=1e-5)(groups(*self.start))
         with pytest.raises(
             NonFiniteError,
-            match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan",
+            match=(
+                r"^IVSP stopped in outer iteration 1: "
+                r"The upper-level function f returned a value nan"
+            ),
         ):
             optimizer.step(problem=fenced(self.problem, "f in x", 1.5))
 
@@ -689,7 +685,10 @@ class TestNonFinite:
         optimizer = make_ivsp(self.problem)(groups(*self.start))
         with pytest.raises(
             NonFiniteError,
-            match=r"^IVSP stopped in outer iteration 1: The upper-level function f returned a value nan",
+            match=(
+                r"^IVSP stopped in outer iteration 1: "
+                r"The upper-level function f returned a value nan"
+            ),
         ):
             optimizer.step(problem=fenced(self.problem, "f in x", -1.0))
 
@@ -702,7 +701,8 @@ class TestCaps:
         with pytest.raises(LineSearchError) as caught:
             optimizer.step(problem=self.problem.build())
         assert re.fullmatch(
-            r"IVSP stopped in outer iteration 1: the line search made 2 trials, up to L = 2e-08, and accepted none: "
+            r"IVSP stopped in outer iteration 1: "
+            r"the line search made 2 trials, up to L = 2e-08, and accepted none: "
             r"the last trial has merit \S+, to be at most \S+, after a step of \S+\.",
             str(caught.value),
         )
@@ -832,15 +832,24 @@ class TestConstants:
         [
             (
                 {"r": 0.0},
-                "`IVSP(r=0.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+                (
+                    "`IVSP(r=0.0)` must be between 0 and 1, so that the smoothing vanishes and the "
+                    "steps do not."
+                ),
             ),
             (
                 {"r": 1.0},
-                "`IVSP(r=1.0)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+                (
+                    "`IVSP(r=1.0)` must be between 0 and 1, so that the smoothing vanishes and the "
+                    "steps do not."
+                ),
             ),
             (
                 {"r": -0.3},
-                "`IVSP(r=-0.3)` must be between 0 and 1, so that the smoothing vanishes and the steps do not.",
+                (
+                    "`IVSP(r=-0.3)` must be between 0 and 1, so that the smoothing vanishes and "
+                    "the steps do not."
+                ),
             ),
             ({"theta_hat": 2.0}, "`IVSP(theta_hat=2.0)` must be between 0 and 2."),
             ({"theta_hat": 0.0}, "`IVSP(theta_hat=0.0)` must be between 0 and 2."),
@@ -879,11 +888,17 @@ class TestConstants:
             ),
             (
                 {"rho": 2.0, "sigma": 1.0},
-                "`IVSP`: `rho=2.0` must be smaller than 1/sigma = 1: otherwise the Moreau subproblem is not strongly convex.",
+                (
+                    "`IVSP`: `rho=2.0` must be smaller than 1/sigma = 1: otherwise the Moreau "
+                    "subproblem is not strongly convex."
+                ),
             ),
             (
                 {"rho": 1.0, "sigma": 1.0},
-                "`IVSP`: `rho=1.0` must be smaller than 1/sigma = 1: otherwise the Moreau subproblem is not strongly convex.",
+                (
+                    "`IVSP`: `rho=1.0` must be smaller than 1/sigma = 1: otherwise the Moreau "
+                    "subproblem is not strongly convex."
+                ),
             ),
         ],
     )
@@ -893,7 +908,10 @@ class TestConstants:
 
     @pytest.mark.parametrize("q", [2.0, 3.0])
     def test_q_not_above_1_over_r_warns(self, q: float) -> None:
-        message = f"`IVSP(q={q})` is not above 1/r = 3: the method runs, but its rate is proved only for q > 1/r."
+        message = (
+            f"`IVSP(q={q})` is not above 1/r = 3: the method runs, but its rate is proved only for "
+            "q > 1/r."
+        )
         with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
             self.make(q=q)
 
@@ -1059,7 +1077,10 @@ class TestLevels:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision(self, dtype: torch.dtype) -> None:
-        message = f"`IVSP(params)` has parameters of {dtype}: only float32 and float64 are supported, because the Moreau gap is a small"
+        message = (
+            f"`IVSP(params)` has parameters of {dtype}: only float32 and float64 are supported, "
+            "because the Moreau gap is a small"
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             IVSP(groups(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)))
 
