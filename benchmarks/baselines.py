@@ -83,7 +83,7 @@ def run(
             table[seed] = baselines(task, seed, seconds, clean)
             rows = {number: [asdict(row) for row in found] for number, found in table.items()}
             (out / f"baselines-{name}.json").write_text(json.dumps(rows, indent=1))
-        print(markdown(name, table), "\n", flush=True)
+        print(markdown(name, table), end="\n\n", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
