@@ -1,8 +1,8 @@
 """The KKT residual of our methods after equal numbers of passes on hyper-cleaning of MNIST.
 
 Every point is judged alike: the same rho, sigma and delta (IVSP's), a proximal point to 1e-3, and
-the multiplier that makes the stationarity smallest. Only IVSP aims at this residual; the others
-have measures of their own.
+the multiplier that makes the residual smallest. Only IVSP aims at this residual; the others have
+measures of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def descent(name: str, size: Size) -> Curve:
         except BilevelError:  # a method that diverges has come to its end
             break
         curve.xs.append(passes)
-        curve.ys.append(certificate.kkt)
+        curve.ys.append(certificate.smallest_kkt)
     return curve
 
 
