@@ -21,6 +21,7 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
@@ -108,6 +109,16 @@ class BilevelOptimizer(Optimizer, ABC):
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
         return None
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point that the method's convergence theorem speaks of, if the method keeps it."""
+        return None
+
+    @property
+    def unproved(self) -> str:
+        """Why :attr:`proved` is None, in words."""
+        return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
 
     @abstractmethod
     def advance(

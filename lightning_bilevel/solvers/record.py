@@ -154,6 +154,27 @@ class PenaltyInfo(StepInfo):
         """How far the relaxed gap constraint is violated, as the solver sees it."""
         return max(self.residual, 0.0)
 
+    @property
+    def omega(self) -> float:
+        r""":math:`\omega_{k+1} = \|w^{k+1} - w^k\| / \mu_k`, which bounds the stationarity."""
+        return self.step / self.mu
+
+    @property
+    def feasibility_bound(self) -> float:
+        r""":math:`2 a_\phi \mu_k + \zeta_{k+1}`, which :math:`\Phi^f` of the new point is at most.
+
+        It holds after a small step without an update of the penalty. Otherwise nothing is known,
+        and this is inf.
+        """
+        if self.penalty_updated or self.step > self.step_bound:
+            return math.inf
+        return self.threshold + self.zeta
+
+    @property
+    def complementarity_bound(self) -> float:
+        r""":math:`(2 a_\phi \mu_k + \zeta_{k+1}) / \gamma_k`, the same for :math:`\Phi^c`."""
+        return self.feasibility_bound / self.gamma
+
 
 @cache
 def _tags(attributes: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -78,6 +78,7 @@ class Constants:
     fixed_L: float | None
     max_trials: int
     max_inner: int
+    keep_proved: bool
 
     @classmethod
     def read(cls, group: dict[str, Any]) -> Constants:
@@ -148,6 +149,8 @@ def check_constants(c: dict[str, Any]) -> None:
             "rules",
             '"paper", "own", or None for the paper\'s where all constants of a task are given',
         )
+    if not isinstance(c["keep_proved"], bool):
+        refuse("keep_proved", "True or False")
     missing = missing_constants(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(
@@ -157,6 +160,17 @@ def check_constants(c: dict[str, Any]) -> None:
     L_max = given.get("L_max", PAPER["L_max"])
     if given.get("L_min", 0.0) > L_max:
         refuse("L_min", f"at most L_max={L_max!r}")
+    if c["fixed_L"] is None and "L_init" in given:
+        # Bounds that IVSP chooses are multiples of L_init.
+        others = {} if missing else PAPER
+        low = given.get("L_min", others.get("L_min", 0.0))
+        high = given.get("L_max", others.get("L_max", math.inf))
+        if not low <= given["L_init"] <= high:
+            refuse(
+                "L_init",
+                f"between L_min={low!r} and L_max={high!r}, as every start of a line search: "
+                "change one of them",
+            )
     sigma = given.get("sigma", 0.0)
     try:
         Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])
