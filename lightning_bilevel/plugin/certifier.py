@@ -27,6 +27,7 @@ class Question(NamedTuple):
         tolerance: The accuracy of the proximal point.
         multiplier: The multiplier that belongs to the point.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
+        point_name: Which point of the run it is, in words.
     """
 
     problem: BilevelProblem
@@ -34,6 +35,7 @@ class Question(NamedTuple):
     tolerance: float | None
     multiplier: float | None
     evaluated_on: str
+    point_name: str = ""
 
 
 class _Answer(NamedTuple):
@@ -81,7 +83,7 @@ class Certifier:
             and all(map(torch.equal, last.point, point))
         ):
             return last.certificate
-        problem, envelope, tolerance, multiplier, evaluated_on = question
+        problem, envelope, tolerance, multiplier, evaluated_on, point_name = question
         began = time.perf_counter()
         if not isinstance(qualification, str):
             qualification = qualification(envelope)
@@ -94,6 +96,7 @@ class Certifier:
             qualification=qualification,
             start=self.start,
             evaluated_on=evaluated_on,
+            point=point_name,
         )
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.
