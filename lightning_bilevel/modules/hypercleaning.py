@@ -13,6 +13,7 @@ from torchmetrics.functional.classification import binary_auroc, multiclass_accu
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.qualification import Reweighted, ReweightedSigmoidNetwork
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.plugin.mixin import BilevelModule
@@ -83,19 +84,6 @@ class HyperCleaning(BilevelModule):
         self.classifier = (
             _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
         )
-        # The paper's corollary on sigmoid sample weights: ENNAMCQ holds if
-        # delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
-        threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(BOUND))
-
-        def qualification(envelope: Envelope) -> str:
-            if classifier is not None:
-                return "not known for this classifier"
-            holds, sign = ("holds", ">") if envelope.delta > threshold else ("not known", "<=")
-            return (
-                f"{holds}: delta = {envelope.delta:g} {sign} {threshold:.2g} "
-                "(sigmoid weights, two-layer sigmoid network)"
-            )
-
         self.declare(
             upper=self.logits,
             lower=self.classifier,
@@ -104,7 +92,9 @@ class HyperCleaning(BilevelModule):
             upper_unit=upper_unit,
             solver=solver,
             envelope=envelope,
-            qualification=qualification,
+            qualification=(
+                ReweightedSigmoidNetwork(hidden, classes) if classifier is None else Reweighted()
+            ),
         )
 
     @property

@@ -15,6 +15,7 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
 from lightning_bilevel.plugin.buffers import write_buffers
 from lightning_bilevel.plugin.certifier import Certifier, Question
@@ -105,7 +106,7 @@ class BilevelMixin:
         upper_unit: float = 1.0,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
-        qualification: str | Callable[[Envelope], str] = "not known",
+        qualification: Qualification = "not known",
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -122,8 +123,10 @@ class BilevelMixin:
                 rho * lower_unit**2.
             envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that
                 have none.
-            qualification: Why the constraint qualification holds for this problem, if that is
-                known, in words; or a function that says so for an envelope.
+            qualification: What is known about the constraint qualification of this problem: a
+                :class:`~lightning_bilevel.core.qualification.Condition` such as
+                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
+                returns one of the two. The certificate shows it.
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
@@ -346,7 +349,7 @@ class BilevelMixin:
                 multiplier = run.solver.multiplier
             step = self.last_step
         question = Question(current.problem, envelope, tolerance, multiplier, label, name)
-        return run.certifier.certify(question, point, declared.qualification, step)
+        return run.certifier.certify(question, point, declared, step)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
         """Return the problem on a training batch, as all processes share it."""

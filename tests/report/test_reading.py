@@ -46,6 +46,8 @@ GOOD = Certificate(
     complementarity=2.6e-4,
     multiplier=1.6,
     own_multiplier=True,
+    smallest_kkt=2e-4,
+    gap=1.3e-3,
     residual=3e-4,
     upper=1.0,
     lower=2.0,
@@ -59,6 +61,7 @@ GOOD = Certificate(
     tolerance=1e-9,
     held_share=0.0,
     qualification="not known",
+    theorem="not known: the constraint qualification",
     upper_gradient=0.5,
     lower_gradient=0.02,
     upper_norm=1.0,
@@ -78,9 +81,9 @@ RUN = Tally(
 
 def test_the_sentence() -> None:
     assert reading(GOOD, RUN) == (
-        "feasible to 3.0e-04; lower level within 0.014 of stationary (delta allows 0.09); upper "
-        "level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty settled at update 3 "
-        "(iteration 57 of 100)."
+        "feasible to 3.0e-04; lower level stationary to 0.014 at z, 0.007 from y (bounds 0.09 and "
+        "0.04); upper level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty "
+        "settled at update 3 (iteration 57 of 100)."
     )
     assert advice(GOOD, RUN) == []
 
@@ -109,6 +112,20 @@ def test_what_the_sentence_depends_on(
 ) -> None:
     text = reading(certificate, run)
     assert text.startswith(words) if words.startswith("feasible") else text.endswith(words)
+
+
+def test_the_sentence_names_the_point() -> None:
+    text = reading(replace(GOOD, point="iteration 7", evaluated_on="a batch"), RUN)
+    assert text.startswith("point: iteration 7; evaluated on a batch; feasible to ")
+
+
+def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
+    """It is about methods that strengthen a penalty, so it is said of their runs only."""
+    free = replace(GOOD, theorem="does not apply: Y is unbounded")
+    ending = "; the theorem does not apply: Y is unbounded."
+    assert reading(free, RUN) == reading(GOOD, RUN)[:-1] + ending
+    assert reading(free, Tally(iterations=100)) == reading(GOOD, Tally(iterations=100))
+    assert reading(free) == reading(GOOD)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +275,8 @@ class TestNotEnforced:
         GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
     )
     WORDS = (
-        "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those "
-        "seen are 3 at the start and 1 at the end. "
+        "The lower level is not enforced: delta and rho allow a gradient of g of 40 at z, and "
+        "those seen at y are 3 at the start and 1 at the end. "
     )
 
     def test_delta_too_large(self) -> None:
@@ -268,8 +285,8 @@ class TestNotEnforced:
             f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
         ]
         assert (
-            "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is "
-            "slack; " in reading(self.SLACK)
+            "(bounds 40 and 0.04); but not enforced, its gradient is 1 where R is slack; "
+            in reading(self.SLACK)
         )
 
     def test_rho_too_small(self) -> None:
