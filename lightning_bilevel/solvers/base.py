@@ -10,7 +10,6 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -207,8 +206,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
-        return replace(
-            info,
+        return info.completed(
             iteration=memory["iteration"],
             step=step,
             calls=problem.calls - calls,

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
 __all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
+
+
+Info = TypeVar("Info", bound="StepInfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,15 @@ class StepInfo:
         "optimization_time",
     )
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "lower")
+
+    def completed(self: Info, **fields: Any) -> Info:
+        """Return the record with other values of these fields.
+
+        ``dataclasses.replace`` does the same, but takes a hundredth of a cheap iteration.
+        """
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), **fields)
+        return made
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any, Literal
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 
-__all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "missing_constants"]
+__all__ = [
+    "CHOSEN",
+    "PAPER",
+    "PER_TASK",
+    "Constants",
+    "check_constants",
+    "missing_constants",
+    "values_of",
+]
 
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
@@ -81,10 +91,10 @@ class Constants:
     keep_proved: bool
 
     @classmethod
-    def read(cls, group: dict[str, Any]) -> Constants:
-        """Read them from a parameter group."""
-        values = {field.name: group[field.name] for field in fields(cls)}
-        return cls(**{**values, "chosen": tuple(values["chosen"])})
+    def read(cls, values: tuple[Any, ...]) -> Constants:
+        """Make them of what :func:`values_of` returns."""
+        known = dict(zip(_NAMES, values, strict=True))
+        return cls(**{**known, "chosen": tuple(known["chosen"])})
 
     @property
     def envelope(self) -> Envelope:
@@ -105,6 +115,11 @@ class Constants:
         if "sigma" in self.chosen:
             changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", self.rho))
         return changed
+
+
+_NAMES = tuple(field.name for field in fields(Constants))
+# The values of the constants in a parameter group, in the order of the fields.
+values_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
 
 
 def check_constants(c: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
         ) from last
 
 
-def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bound: float) -> bool:
+def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bound: float) -> None:
     """Warn of a step with a fixed L that fails the test of the line search.
 
     Args:
@@ -37,20 +37,14 @@ def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bo
         iteration: The number of the iteration.
         merit: The merit of the new point.
         bound: What the test asks it to be at most.
-
-    Returns:
-        Whether it warned.
     """
-    ascends = merit > bound
-    if ascends:
-        warnings.warn(
-            f"`IVSP(fixed_L={fixed_L!r})` is too small: in outer iteration {iteration} the merit "
-            f"became {merit:.9g}, where a line search asks for at most {bound:.9g}. Descent is "
-            f"proved only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or "
-            "leave it out for the line search.",
-            stacklevel=4,
-        )
-    return ascends
+    warnings.warn(
+        f"`IVSP(fixed_L={fixed_L!r})` is too small: in outer iteration {iteration} the merit "
+        f"became {merit:.9g}, where a line search asks for at most {bound:.9g}. Descent is proved "
+        f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
+        "out for the line search.",
+        stacklevel=4,
+    )
 
 
 def warn_of_stall(

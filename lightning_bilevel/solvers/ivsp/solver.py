@@ -20,6 +20,7 @@ from lightning_bilevel.solvers.ivsp.constants import (
     Constants,
     check_constants,
     missing_constants,
+    values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
 from lightning_bilevel.solvers.ivsp.keep import best, keep
@@ -357,10 +358,9 @@ class IVSP(BilevelOptimizer):
             raise
         there, step = accepted.point, accepted.step
         assert there is not None
-        if c.fixed_L is not None and not self._warned_of_ascent:
-            self._warned_of_ascent: bool = warn_of_ascent(
-                c.fixed_L, self.safe_L(), k + 1, accepted.merit, accepted.bound
-            )
+        if c.fixed_L is not None and accepted.merit > accepted.bound and not self._ascended:
+            warn_of_ascent(c.fixed_L, self.safe_L(), k + 1, accepted.merit, accepted.bound)
+            self._ascended: bool = True
         if step == 0.0:
             check_trials(trial.failures, trials - 1)
             self._stalled: bool = self._stalled or warn_of_stall(
@@ -438,15 +438,22 @@ class IVSP(BilevelOptimizer):
         self._known: Point | None = None
         self._at: Tensor | None = None
         self._stalled = False
-        self._warned_of_ascent = False
+        self._ascended = False
+        # The constants that were read last, and what was made of them.
+        self._values: tuple[Any, ...] | None = None
+        self._read_settings: tuple[Constants, Paper]
         # True until the first evaluation after the start, a load or a copy.
         self._loaded = True
 
     @property
     def _settings(self) -> tuple[Constants, Paper]:
         """The constants in the parameter groups as they are now, and their rules."""
-        constants = Constants.read(self.param_groups[0])
-        return constants, rules_for(constants)
+        values = values_of(self.param_groups[0])
+        if self._values != values:
+            constants = Constants.read(values)
+            self._values = values
+            self._read_settings = constants, rules_for(constants)
+        return self._read_settings
 
     def _set(self, constants: dict[str, Any]) -> None:
         for group in self.param_groups:
