@@ -24,6 +24,7 @@ from lightning_bilevel.plugin.checkpoints import (
     check_record,
     go_on_from_last,
     load_solver,
+    saved_name,
     saved_start,
     write_record,
 )
@@ -40,6 +41,7 @@ from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.run import Run
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
@@ -178,6 +180,7 @@ class BilevelMixin:
         check_optimizer(self._module(), optimizer)
         info: StepInfo = optimizer.step(problem=current.problem)
         self.last_step = info
+        self._run.shown = ""
         self._update_buffers(current)
         trainer: Any = self._module().trainer
         if is_logged(trainer, info.iteration):
@@ -242,6 +245,7 @@ class BilevelMixin:
             go_on_from_last(checkpoint, module, declared.levels)
         else:
             self._run.certifier.start = saved_start(checkpoint)
+            self._run.shown = saved_name(checkpoint)
             if load_solver(checkpoint, solver):
                 self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
@@ -259,6 +263,16 @@ class BilevelMixin:
     @point.setter
     def point(self, point: tuple[Tensor, Tensor]) -> None:
         self._declared().write(*point)
+        self._run.shown = "a point that was written into the module"
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point of the run that the convergence theorem speaks of, if the solver keeps it.
+
+        ``certify(proved=True)`` certifies it. It stays where it is: ``restore((p.x, p.y),
+        p.multiplier)`` makes a point p the result of the run.
+        """
+        return self._run.solver.proved
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -289,10 +303,16 @@ class BilevelMixin:
         self._run.last = last
         self._run.certifier.multiplier = multiplier
         self.point = point[0].to(last.upper), point[1].to(last.lower)
+        self._run.shown = "an earlier point of the run, which was restored"
         write_buffers(self._module(), buffers or {})
 
     def certify(
-        self, *, batch: Any = None, envelope: Envelope | None = None, tolerance: float | None = None
+        self,
+        *,
+        batch: Any = None,
+        envelope: Envelope | None = None,
+        tolerance: float | None = None,
+        proved: bool = False,
     ) -> Certificate | None:
         """Return the certificate of the current point; None without an envelope.
 
@@ -300,6 +320,7 @@ class BilevelMixin:
             batch: The training batch to evaluate f and g on; None is the last one.
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
+            proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
         """
         declared = self._declared()
         run = self._run
@@ -312,12 +333,23 @@ class BilevelMixin:
         envelope = envelope or self.envelope
         if envelope is None:
             return None
-        multiplier = run.certifier.multiplier
-        if multiplier is None:
-            multiplier = run.solver.multiplier
         label = run.batches.label(self._module()._trainer) if batch is None else ""
-        question = Question(current.problem, envelope, tolerance, multiplier, evaluated_on=label)
-        return run.certifier.certify(question, self.point, declared, self.last_step)
+        if proved:
+            kept = self._proved()
+            # Its bounds are those of the solver's own relaxation.
+            name = str(kept) if envelope == run.solver.envelope else kept.name
+            point = (kept.x, kept.y)
+            multiplier: float | None = kept.multiplier
+            step = None
+        else:
+            name = run.point_name
+            point = self.point
+            multiplier = run.certifier.multiplier
+            if multiplier is None:
+                multiplier = run.solver.multiplier
+            step = self.last_step
+        question = Question(current.problem, envelope, tolerance, multiplier, label, name)
+        return run.certifier.certify(question, point, declared, step)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
         """Return the problem on a training batch, as all processes share it."""
@@ -347,6 +379,15 @@ class BilevelMixin:
                 "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
             )
         return declared
+
+    def _proved(self) -> ProvedPoint:
+        kept = self.proved
+        if kept is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.certify(proved=True)` has no point to certify: "
+                f"{self._run.solver.unproved}. Leave `proved` out for the current point."
+            )
+        return kept
 
     def _missing_losses(self) -> str:
         return (

@@ -25,6 +25,7 @@ class Run:
         buffers: The buffers that evaluations write to.
         last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an
             earlier one into the module.
+        shown: Which point the module shows, in words, if it is not the last iterate.
     """
 
     solver: BilevelOptimizer
@@ -32,6 +33,15 @@ class Run:
     batches: Batches = field(default_factory=Batches)
     buffers: WrittenBuffers = field(default_factory=WrittenBuffers)
     last: LastPoint | None = None
+    shown: str = ""
+
+    @property
+    def point_name(self) -> str:
+        """Which point the module shows, in words; empty before the first iteration."""
+        iterations = self.solver.progress.iterations
+        if self.shown or iterations == 0:
+            return self.shown
+        return f"the last iterate, iteration {iterations}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Functions of a batch cannot be pickled. They are made again for the next batch.

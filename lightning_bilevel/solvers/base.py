@@ -10,7 +10,6 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
@@ -109,6 +109,16 @@ class BilevelOptimizer(Optimizer, ABC):
         """The method's multiplier of the gap constraint, if it has one."""
         return None
 
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point that the method's convergence theorem speaks of, if the method keeps it."""
+        return None
+
+    @property
+    def unproved(self) -> str:
+        """Why :attr:`proved` is None, in words."""
+        return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
+
     @abstractmethod
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -196,8 +206,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
-        return replace(
-            info,
+        return info.completed(
             iteration=memory["iteration"],
             step=step,
             calls=problem.calls - calls,

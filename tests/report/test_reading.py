@@ -14,7 +14,7 @@ import torch
 from helpers import PROBLEMS, Problem, make_ivsp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from modules import MILD, Weighting, weighting_data
+from modules import MILD, PAPER, Weighting, weighting_data
 from running import trainer
 from torch import Tensor
 
@@ -30,9 +30,11 @@ from lightning_bilevel import (
     Certificate,
     CertificateReport,
     Envelope,
+    FullBatchDataModule,
     IVSPInfo,
     PNGBiO,
     Simplex,
+    SineProblem,
     certify,
     solve,
 )
@@ -472,6 +474,56 @@ class TestReport:
         printed = capsys.readouterr().out
         assert saved["reading"] in " ".join(printed.split())
         assert list(tmp_path.rglob("certificate.json")) == [tmp_path / "kept" / "certificate.json"]
+
+    def test_the_theorem_s_point_has_a_table_and_an_entry(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report, module = CertificateReport(), SineProblem(n=1000, solver=PAPER)
+        run = trainer(tmp_path, max_steps=200, precision="64-true", callbacks=[report])
+        run.fit(module, datamodule=FullBatchDataModule())
+        saved = json.loads((tmp_path / "certificate.json").read_text())
+        proved = module.proved
+        assert proved is not None
+        assert report.proved is not None
+        entry = saved["proved"]
+        assert Certificate(**entry["certificate"]) == report.proved
+        assert report.proved == module.certify(proved=True)
+        assert (entry["iteration"], entry["omega"]) == (proved.iteration, proved.omega)
+        assert entry["feasibility_bound"] == proved.feasibility_bound
+        assert entry["complementarity_bound"] == proved.complementarity_bound
+        assert report.certificate is not None
+        assert report.certificate.point == "the last iterate, iteration 200"
+        printed = capsys.readouterr().out
+        table = printed[printed.index("the theorem's point ---") :]
+        assert f"{proved.iteration} of 200 (k^ = {proved.iteration - 1})" in table
+        assert f"{report.proved.stationarity:.3e}" in table
+        for value, bound in (
+            (report.proved.feasibility, proved.feasibility_bound),
+            (report.proved.complementarity, proved.complementarity_bound),
+        ):
+            assert value <= bound
+            assert f"{value:.3e} (at most {bound:.3e})" in table
+
+    def test_a_bound_that_is_not_known_is_left_out(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The first step is a long one: JSON, which has no infinity, says null."""
+        module = SineProblem(n=20, solver=PAPER)
+        run = trainer(tmp_path, max_steps=1, precision="64-true", callbacks=[CertificateReport()])
+        run.fit(module, datamodule=FullBatchDataModule())
+        entry = json.loads((tmp_path / "certificate.json").read_text())["proved"]
+        assert entry["feasibility_bound"] is None
+        assert entry["complementarity_bound"] is None
+        printed = capsys.readouterr().out
+        assert "at most" not in printed[printed.index("the theorem's point ---") :]
+
+    def test_a_solver_without_such_a_point_has_no_entry(self, tmp_path: Path) -> None:
+        envelope = Envelope(rho=0.2, sigma=1.0, delta=0.01)
+        report = CertificateReport()
+        run = trainer(tmp_path, max_steps=3, callbacks=[report])
+        run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
+        assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
+        assert report.proved is None
 
     def test_json_beside_the_logs(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path)
