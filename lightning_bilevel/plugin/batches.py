@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.problem import BilevelProblem
 
-__all__ = ["BatchProblem", "Batches", "check_batch"]
+__all__ = ["BatchProblem", "Batches", "check_batch", "check_not_ended"]
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Batches:
         """
         before = self.current
         if before is not None:
-            _check_not_ended(call, batch, before.batch)
+            check_not_ended(call, batch, before.batch)
         now = self.problem_on(batch, make)
         if before is not None and now is not before:
             self.change = True
@@ -115,7 +115,8 @@ def check_batch(call: str, batch: Any) -> None:
         )
 
 
-def _check_not_ended(call: str, batch: Any, before: Any) -> None:
+def check_not_ended(call: str, batch: Any, before: Any) -> None:
+    """Refuse a batch without data for a level that had some before."""
     for level in ("upper", "lower"):
         if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
             raise MisconfigurationException(

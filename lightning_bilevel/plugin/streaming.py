@@ -1,0 +1,203 @@
+"""A run on mini-batches: the problem of each batch, and what the run keeps from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.plugin.batches import check_batch, check_not_ended
+from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.plugin.functional import ModuleFunctions, Shadow, problem_of
+from lightning_bilevel.plugin.processes import total
+from lightning_bilevel.plugin.random_numbers import LossNumbers, generators
+
+__all__ = ["Stream", "has_changing_batches"]
+
+# So many of the first batches are kept for monitors.
+SAMPLE = 8
+
+
+def has_changing_batches(trainer: Any) -> bool:
+    """Tell whether the training loader may yield another batch in each step."""
+    return not getattr(trainer.train_dataloader, "full_batch", False)
+
+
+class _Twin(Shadow):
+    """The buffer that belongs to the inner variable z: z writes to it, and nothing else reads it.
+
+    A buffer that calls do not write to is that of the module, also if the user changes it.
+    """
+
+    def fresh(self) -> Tensor:
+        """Return the twin; a buffer that the module has renewed is copied once more."""
+        now = self.live
+        if not self.written and (now is not self.buffer or now._version != self.version):
+            self.buffer = now
+            self.version = now._version
+            self.copy = now.clone()
+        return self.copy
+
+    def check_version(self) -> None:
+        """Keep what the call that just ended has written, or put in its place."""
+        super().check_version()
+        self.copy = self.live
+
+
+class Stream:
+    """What a run on mini-batches keeps from step to step.
+
+    At y the losses write to the module's own buffers, such as running statistics. At the inner
+    variable z they write to twins of these, which are never shown.
+
+    Args:
+        module: The bilevel module.
+        declared: Its declaration.
+        trainer: Its Trainer.
+        saved: What :meth:`state` returned in the run that this one goes on from.
+
+    Attributes:
+        sample: The first batches, for monitors.
+    """
+
+    def __init__(
+        self, module: Any, declared: Declaration, trainer: Any, saved: dict[str, Any] | None
+    ) -> None:
+        self._module = module
+        self._declared = declared
+        self._trainer = trainer
+        mixed = trainer.precision == "bf16-mixed"
+        self._device_type: str = trainer.strategy.root_device.type
+        context = trainer.precision_plugin.forward_context if mixed else None
+        self._mixed = mixed
+        levels = declared.upper.parameters, declared.lower.parameters
+        self._at_y = ModuleFunctions(module, *levels, shadow=None, context=context)
+        self._at_z = ModuleFunctions(module, *levels, shadow=_Twin, context=context)
+        self._examined = False
+        self._first: dict[str, Any] | None = None
+        self._last_touched: Tensor | None = None
+        saved = saved or {}
+        self._numbers = LossNumbers(trainer.strategy.root_device, saved.get("losses"))
+        self._load_twins(saved.get("twins", {}))
+        watched = any(getattr(c, "looks_at_certificates", False) for c in trainer.callbacks)
+        self._kept = SAMPLE if watched else 0
+        self.sample: list[dict[str, Any]] = []
+
+    def problem(self, batch: Any) -> BilevelProblem:
+        """Return f and g on a mini-batch; over several processes, on the batches of all."""
+        call = type(self._module).__name__
+        if self._first is not None:
+            check_not_ended(call, batch, self._first)
+        check_batch(call, batch)
+        self._first = self._first or batch
+        if len(self.sample) < self._kept:
+            self.sample.append(batch)
+        sets = self._declared.upper.feasible, self._declared.lower.feasible
+        problem = problem_of(self._at_y, batch, *sets)
+        problem.inner_terms = problem_of(self._at_z, batch, *sets).lower_terms
+        problem.mini_batch = True
+        problem.touched = self._touched(batch["lower"])
+        world = self._trainer.world_size
+        if world > 1:
+            problem = problem.on_this_rank(1 / world, 1 / world, total)
+        return problem
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make one step of the solver inside.
+
+        The losses draw from their own random numbers, and nothing but them runs in half precision.
+        """
+        if not self._examined:
+            before = [twin.copy.clone() for twin in self._at_z.shadows]
+        with self._numbers.drawn(), self._full_precision():
+            try:
+                yield
+            except (BilevelError, MisconfigurationException, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if self._examined:
+                    raise
+                call = type(self._module).__name__
+                raise MisconfigurationException(
+                    f"the losses of `{call}` fail on the first mini-batch "
+                    f"({type(error).__name__}: {error}). Each must be a mean over whichever samples "
+                    "it is given, and must find what belongs to a sample by its number, carried in "
+                    "the batch, as in `self.logits[index]`."
+                ) from error
+        if not self._examined:
+            # torch's batch normalisation writes to a buffer without a new version of it.
+            for twin, old in zip(self._at_z.shadows, before, strict=True):
+                twin.written = twin.written or not torch.equal(twin.copy, old)
+            self._examined = True
+
+    def share_buffers(self) -> None:
+        """Give all processes the mean of their running statistics, as each has seen its batches."""
+        if self._trainer.world_size == 1:
+            return
+        for twin in self._at_z.shadows:
+            if twin.written:
+                own = twin.live
+                if own.is_floating_point():
+                    total(own).div_(self._trainer.world_size)
+                else:
+                    torch.distributed.broadcast(own, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on exactly, as plain data for a checkpoint."""
+        names = {id(buffer): name for name, buffer in self._module.named_buffers()}
+        twins = {
+            names[id(twin.live)]: twin.copy.clone()
+            for twin in self._at_z.shadows
+            if twin.written and id(twin.live) in names
+        }
+        return {"losses": self._numbers.state, "twins": twins, "generators": generators()}
+
+    def _load_twins(self, saved: dict[str, Tensor]) -> None:
+        names = {id(buffer): name for name, buffer in self._module.named_buffers()}
+        for twin in self._at_z.shadows:
+            name = names.get(id(twin.live))
+            if name in saved:
+                twin.copy = saved[name].to(twin.copy)
+                twin.written = True
+
+    def _full_precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device_type, enabled=not self._mixed)
+
+    def _touched(self, batch: Any) -> Tensor | None:
+        """Return the coordinates of x that a lower batch touches, for all processes together."""
+        indices_of = self._module.upper_indices
+        if indices_of is None:
+            return None
+        call = f"{type(self._module).__name__}.upper_indices"
+        indices = indices_of(batch)
+        count = sum(p.numel() for p in self._declared.upper.parameters)
+        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
+            kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise MisconfigurationException(
+                f"`{call}(batch)` returned {kind}: it must return the numbers of the upper-level "
+                "variables that the batch touches, as a tensor of whole numbers. Carry the number "
+                "of each sample in the batch, as in `TensorDataset(inputs, labels, "
+                "torch.arange(n))`."
+            )
+        indices = indices.reshape(-1).long()
+        mask = torch.zeros(count, dtype=torch.uint8, device=self._trainer.strategy.root_device)
+        if indices.numel():
+            low, high = torch.stack(torch.aminmax(indices)).tolist()
+            if low < 0 or high >= count:
+                raise MisconfigurationException(
+                    f"`{call}(batch)` returned numbers from {low} to {high}: the upper level has "
+                    f"{count} variables, numbered from 0."
+                )
+        if self._trainer.world_size == 1:
+            return torch.unique(indices)
+        # All processes move the same coordinates: those that any of them touches.
+        mask[indices] = 1
+        torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)
+        return mask.nonzero().reshape(-1)
