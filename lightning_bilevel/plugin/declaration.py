@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
+from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 
 __all__ = ["Declaration", "Level", "Sets"]
@@ -107,6 +108,7 @@ class Declaration:
         solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: Why the constraint qualification holds.
+        scheduler: How the scheduler of the rates is made, if there is one.
     """
 
     upper: Level
@@ -115,6 +117,7 @@ class Declaration:
     solver: SolverCallable
     envelope: Envelope | None
     qualification: str | Callable[[Envelope], str]
+    scheduler: SchedulerPlan | None = None
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +17,32 @@ from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions, Shadow, problem_of
 from lightning_bilevel.plugin.processes import total
 from lightning_bilevel.plugin.random_numbers import LossNumbers, generators
+from lightning_bilevel.plugin.whole_data import (
+    Data,
+    evaluating,
+    gathered,
+    kept,
+    problem_on_data,
+)
 
-__all__ = ["Stream", "has_changing_batches"]
+__all__ = ["MINI_BATCH_TOLERANCE", "Stream", "check_yielded", "has_changing_batches"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
+# The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
+MINI_BATCH_TOLERANCE = 1e-3
+
+
+def check_yielded(call: str, trainer: Any) -> None:
+    """Refuse loaders that have yielded nothing in an epoch, or that have no length."""
+    empty = trainer.num_training_batches == 0
+    epoch = trainer.fit_loop.epoch_loop.batch_progress.current
+    if (empty or epoch.ready == 0) and trainer.limit_train_batches != 0:
+        raise MisconfigurationException(
+            f"the training loaders of `{call}` yielded no batch in a whole epoch: a level's loader "
+            "is empty, its samples are fewer than a batch with `drop_last=True`, or it can be gone "
+            "through only once. A loader must start again at each `iter`."
+        )
 
 
 def has_changing_batches(trainer: Any) -> bool:
@@ -81,13 +102,15 @@ class Stream:
         self._at_z = ModuleFunctions(module, *levels, shadow=_Twin, context=context)
         self._examined = False
         self._first: dict[str, Any] | None = None
-        self._last_touched: Tensor | None = None
         saved = saved or {}
         self._numbers = LossNumbers(trainer.strategy.root_device, saved.get("losses"))
         self._load_twins(saved.get("twins", {}))
         watched = any(getattr(c, "looks_at_certificates", False) for c in trainer.callbacks)
         self._kept = SAMPLE if watched else 0
         self.sample: list[dict[str, Any]] = []
+        self._sampled: Data | None = None
+        self._whole: tuple[int, Data] | None = None
+        self._problem: tuple[Data, int, BilevelProblem] | None = None
 
     def problem(self, batch: Any) -> BilevelProblem:
         """Return f and g on a mini-batch; over several processes, on the batches of all."""
@@ -137,6 +160,37 @@ class Stream:
                 twin.written = twin.written or not torch.equal(twin.copy, old)
             self._examined = True
 
+    def evaluated(
+        self, batch: Any, sample: bool, batches: int, passes: int
+    ) -> tuple[BilevelProblem, str]:
+        """Return f and g on the data of a certificate, and what these are.
+
+        Args:
+            batch: A batch; None is the sample or all data.
+            sample: Whether to take the first few batches of the run.
+            batches: The most batches of a level.
+            passes: The most passes over the data of the lower level.
+        """
+        if batch is not None:
+            check_batch(type(self._module).__name__, batch)
+            data = Data(batch, "the given batch, in eval mode")
+        elif sample and self.sample:
+            self._sampled = self._sampled or kept(self.sample)
+            data = self._sampled
+        else:
+            if self._whole is None or self._whole[0] != batches:
+                self._whole = batches, gathered(self._trainer, batches)
+            data = self._whole[1]
+        known = self._problem
+        if known is None or known[0] is not data or known[1] != passes:
+            arguments = self._module, self._declared, self._trainer, data, passes
+            self._problem = known = data, passes, problem_on_data(*arguments)
+        return known[2], data.name
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for the evaluation of a certificate, which leaves no trace in the run."""
+        return evaluating(self._module)
+
     def share_buffers(self) -> None:
         """Give all processes the mean of their running statistics, as each has seen its batches."""
         if self._trainer.world_size == 1:
@@ -168,7 +222,7 @@ class Stream:
                 twin.written = True
 
     def _full_precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device_type, enabled=not self._mixed)
+        return torch.autocast(self._device_type, enabled=False) if self._mixed else nullcontext()
 
     def _touched(self, batch: Any) -> Tensor | None:
         """Return the coordinates of x that a lower batch touches, for all processes together."""
