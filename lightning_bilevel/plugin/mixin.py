@@ -35,6 +35,7 @@ from lightning_bilevel.plugin.checks import (
     check_own,
     check_precision,
     check_trainer,
+    way_to_mini_batches,
 )
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
@@ -49,7 +50,7 @@ from lightning_bilevel.plugin.streaming import (
     check_yielded,
     has_changing_batches,
 )
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 
@@ -490,7 +491,7 @@ class BilevelMixin:
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                raise type(error)(f"{error} {_way_to_mini_batches(run.solver)}") from error
+                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)
@@ -516,15 +517,6 @@ class BilevelMixin:
         for part in as_chunks(batch["upper"]).batches:
             total += float(self.upper_loss(part).detach())
         return total
-
-
-def _way_to_mini_batches(solver: BilevelOptimizer) -> str:
-    if solver.stochastic:
-        return (
-            f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
-            "that yield mini-batches."
-        )
-    return f"Or use `{solver.for_mini_batches}` on mini-batches, which may see other losses in each step."
 
 
 class IVSPMixin(BilevelMixin):

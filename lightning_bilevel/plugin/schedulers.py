@@ -60,9 +60,9 @@ class SchedulerPlan:
             scheduler = self.make(solver)
         except (TypeError, ValueError, IndexError) as error:
             raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)` makes no scheduler ({error}): {name} has two levels, "
-                "and a list of rates or functions needs two entries, for the upper and for the "
-                "lower one."
+                f"`{self.call}(scheduler=...)` makes no scheduler ({error}): {name} has two "
+                "levels, and a list of rates or functions needs two entries, for the upper and for "
+                "the lower one."
             ) from error
         if not isinstance(scheduler, LRScheduler):
             raise MisconfigurationException(
@@ -126,7 +126,9 @@ def plan_of(call: str, declared: SchedulerDeclared | None) -> SchedulerPlan | No
     """Read a scheduler as it was declared: what makes it, or Lightning's dict around that."""
     if declared is None:
         return None
-    given = dict(declared) if isinstance(declared, Mapping) else {"scheduler": declared}
+    given: dict[str, Any] = {"scheduler": declared}
+    if isinstance(declared, Mapping):
+        given = dict(declared)
     unknown = sorted(set(given) - set(_KEYS))
     make = given.get("scheduler")
     if unknown or not callable(make) or isinstance(make, LRScheduler):
@@ -143,6 +145,4 @@ def plan_of(call: str, declared: SchedulerDeclared | None) -> SchedulerPlan | No
             f"`{call}(scheduler=...)` has interval={interval!r} and frequency={frequency!r}: the "
             'interval is "step" or "epoch", the frequency a positive whole number.'
         )
-    return SchedulerPlan(
-        call, make, interval, frequency, given.get("monitor"), given.get("name")
-    )
+    return SchedulerPlan(call, make, interval, frequency, given.get("monitor"), given.get("name"))

@@ -156,15 +156,12 @@ def test_a_deterministic_solver_refuses_mini_batches(tmp_path: Any, shuffled: bo
         level: DataLoader(TensorDataset(*samples(30, s)), batch_size=size, shuffle=shuffled)
         for level, s in (("upper", 1), ("lower", 2))
     }
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(
-            MisconfigurationException,
-            match="IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule",
-        ),
-    ):
+    words = r"IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule"
+    run = trainer(tmp_path, max_epochs=3)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(tmp_path, max_epochs=3).fit(Weighting(), loaders)
+        with pytest.raises(MisconfigurationException, match=words):
+            run.fit(Weighting(), loaders)
 
 
 def test_a_frozen_parameter_is_a_constant(tmp_path: Any) -> None:
