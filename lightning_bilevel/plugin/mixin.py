@@ -421,20 +421,20 @@ class BilevelMixin:
         run = self._run
         envelope = envelope or self.envelope
         stream = run.stream
-        if stream is None:
+        problem: BilevelProblem | None = None
+        if stream is not None and envelope is not None:
+            problem, label = stream.evaluated(batch, sample, batches, passes)
+            tolerance = tolerance or MINI_BATCH_TOLERANCE
+        elif stream is None:
             current = run.batches.current if batch is None else self._problem_on(batch)
-            if current is None:
+            problem, label = None if current is None else current.problem, ""
+            if problem is None:
                 raise RuntimeError(
                     f"`{type(self).__name__}.certify()` needs a training batch: call it after "
                     "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
                 )
-        if envelope is None:
+        if envelope is None or problem is None:
             return None
-        if stream is None:
-            problem, label = current.problem, ""
-        else:
-            problem, label = stream.evaluated(batch, sample, batches, passes)
-            tolerance = tolerance or MINI_BATCH_TOLERANCE
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.

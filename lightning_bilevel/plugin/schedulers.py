@@ -10,7 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["Schedule", "SchedulerDeclared", "SchedulerPlan", "plan_of"]
 
@@ -44,7 +43,7 @@ class SchedulerPlan:
     def attached_to(self, solver: BilevelOptimizer) -> Schedule:
         """Make the scheduler of a run."""
         name = type(solver).__name__
-        if isinstance(solver, IVSP):
+        if solver.penalised:
             raise MisconfigurationException(
                 f"`{self.call}(scheduler=...)`: {name} has no rate to schedule, its line search is "
                 f"the method. Leave the scheduler out, or use `{solver.for_mini_batches}` with "
