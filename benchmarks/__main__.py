@@ -31,6 +31,7 @@ SECTIONS = (
     "processes",
     "chunks",
     "monitors",
+    "streaming",
 )
 
 
