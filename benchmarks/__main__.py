@@ -31,6 +31,8 @@ SECTIONS = (
     "processes",
     "chunks",
     "monitors",
+    "streaming",
+    "streaming_trainer",
 )
 
 

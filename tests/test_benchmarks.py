@@ -65,6 +65,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "memory",
         "growth",
         "chunks",
+        "streaming",
+        "streaming_trainer",
     ],
 )
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
@@ -15,13 +16,14 @@ from typing_extensions import override
 from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
 from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
 from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.proved import ProvedPoint
-from lightning_bilevel.solvers.record import Progress
+from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.table import table
 
 __all__ = ["CertificateReport", "as_text"]
@@ -41,7 +43,12 @@ class CertificateReport(Callback):
 
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-9 in float64 and 1e-5 in float32.
+            1e-9 in float64 and 1e-5 in float32, and 1e-3 after a run on mini-batches.
+        batches: After a run on mini-batches, the most batches of a level that the certificate looks
+            at; 0 leaves it out, because it may cost as much as the run. The table says what data it
+            is of, and how long it took.
+        passes: After a run on mini-batches, the most passes over these data. If they do not
+            suffice, the report says so in place of the certificate.
 
     Attributes:
         certificate: The certificate, once fit has ended.
@@ -49,10 +56,19 @@ class CertificateReport(Callback):
         tally: The counts that the reading is based on.
     """
 
-    def __init__(self, tolerance: float | None = None) -> None:
+    def __init__(
+        self, tolerance: float | None = None, batches: int = 1000, passes: int = 100
+    ) -> None:
         if tolerance is not None and tolerance <= 0:
             raise ValueError(f"`CertificateReport(tolerance={tolerance})` must be positive.")
+        if batches < 0 or passes < 1:
+            raise ValueError(
+                f"`CertificateReport(batches={batches}, passes={passes})` needs at least 0 batches "
+                "(0 for no certificate) and at least 1 pass."
+            )
         self.tolerance = tolerance
+        self.batches = batches
+        self.passes = passes
         self.certificate: Certificate | None = None
         self.proved: Certificate | None = None
         self.tally = Tally()
@@ -70,14 +86,16 @@ class CertificateReport(Callback):
             return
         optimizer = solver_of(trainer)
         iteration = pl_module.last_step.iteration
-        self.certificate = pl_module.certify(tolerance=self.tolerance)
+        self.certificate, why = self._certify(pl_module)
         title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
         text = as_text(title, self.certificate, self.tally, optimizer, _validation(trainer))
         self.proved = None
         if optimizer.proved is not None:
             self.proved = pl_module.certify(tolerance=self.tolerance, proved=True)
             text = f"{text}\n{_proved_table(optimizer.proved, self.proved)}"
-        self._print(text)
+        if isinstance(pl_module.last_step, StreamInfo) and self.certificate is not None:
+            why = f"The certificates of this run took {pl_module.evaluation_time:.1f} s."
+        self._print("\n".join([text, *([textwrap.fill(why, 110)] if why else [])]))
         final = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -100,6 +118,19 @@ class CertificateReport(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tally = Tally(**state_dict)
+
+    def _certify(self, pl_module: Any) -> tuple[Certificate | None, str]:
+        """Return the certificate, or None and why there is none."""
+        if not isinstance(pl_module.last_step, StreamInfo):
+            return pl_module.certify(tolerance=self.tolerance), ""
+        if self.batches == 0:
+            return None, "No certificate was asked for (`CertificateReport(batches=0)`)."
+        try:
+            limits = {"batches": self.batches, "passes": self.passes}
+            return pl_module.certify(tolerance=self.tolerance, **limits), ""
+        except (BilevelError, MisconfigurationException) as error:
+            # The run is done, and its result is worth more than a report.
+            return None, f"No certificate: {error}"
 
     @rank_zero_only
     def _print(self, text: str) -> None:

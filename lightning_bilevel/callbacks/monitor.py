@@ -12,14 +12,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.tensorboard import show_layout
 from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.record import StreamInfo
 
 __all__ = [
     "CertificateMonitor",
@@ -112,6 +114,9 @@ class Monitor(Callback):
                 "bilevel module, whose solver it watches."
             )
         self._looked = time.monotonic()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         first_monitor = next(c for c in callbacks if isinstance(c, Monitor))
         if first_monitor is self:
@@ -159,6 +164,10 @@ class CertificateMonitor(Monitor):
     does, whatever the share. Monitors that look at the same point share one evaluation, which does
     not count as optimisation time.
 
+    In a run on mini-batches f and g are those of a fixed sample, the first eight batches of the
+    run, in eval mode. A certificate that cannot be evaluated there is a warning, once, and no end
+    of the run.
+
     Args:
         every_n_steps: Look at every n-th outer iteration.
         every_n_seconds: Look whenever this many seconds have passed.
@@ -186,8 +195,11 @@ class CertificateMonitor(Monitor):
         self.tolerance = tolerance
         self.envelope = envelope
         self._seen = 0
+        self._warned = False
         self._watched_by: list[Any] = []
 
+    # A run on mini-batches keeps a sample of its data for it.
+    looks_at_certificates: ClassVar[bool] = True
     # The names of the numbers that it publishes.
     names: ClassVar[tuple[str, ...]] = ()
 
@@ -201,6 +213,7 @@ class CertificateMonitor(Monitor):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._seen = 0
+        self._warned = False
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._watched_by = [
             callback for callback in callbacks if getattr(callback, "monitor", None) in self.names
@@ -236,10 +249,22 @@ class CertificateMonitor(Monitor):
     def _look(self, trainer: Trainer, pl_module: Any) -> None:
         if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
             return
-        certificate = pl_module.certify(
-            envelope=self.envelope, tolerance=self.tolerance or usual_tolerance(trainer)
-        )
+        tolerance = self.tolerance or usual_tolerance(trainer)
+        try:
+            certificate = pl_module.certify(
+                envelope=self.envelope, tolerance=tolerance, sample=True
+            )
+        except BilevelError as error:
+            if not isinstance(pl_module.last_step, StreamInfo):
+                raise
+            # A run on mini-batches goes on without it.
+            if not self._warned:
+                rank_zero_warn(f"{type(self).__name__} has no certificate to look at: {error}")
+            self._warned = True
+            return
         if certificate is not None:
+            if certificate.evaluated_on and not self._seen:
+                rank_zero_info(f"{type(self).__name__} looks at {certificate.evaluated_on}.")
             self._seen = pl_module.last_step.iteration
             self.observe(trainer, pl_module, certificate, self._seen)
 

@@ -26,6 +26,9 @@ class Repeated:
     a solver.
     """
 
+    # Tells a bilevel module that all steps see the same data.
+    full_batch = True
+
     def __init__(self, batch: Any, length: int) -> None:
         self.batch = batch
         self.length = length

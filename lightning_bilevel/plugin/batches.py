@@ -7,13 +7,15 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["BatchProblem", "Batches", "check_batch"]
+__all__ = ["BatchProblem", "Batches", "check_batch", "check_not_ended"]
 
 
 @dataclass
@@ -40,10 +42,15 @@ class BatchProblem:
         return self.part is not self.batch
 
     def is_of(self, contents: list[tuple[Any, int]]) -> bool:
-        """Tell whether the batch has these contents: the same leaves, unchanged."""
-        return len(contents) == len(self.contents) and all(
-            a is b and version == other
-            for (a, version), (b, other) in zip(contents, self.contents, strict=True)
+        """Tell whether the batch has these contents: the same leaves, unchanged, or equal ones.
+
+        A loader of one whole batch collates equal tensors anew in each epoch.
+        """
+        if len(contents) != len(self.contents):
+            return False
+        pairs = list(zip(contents, self.contents, strict=True))
+        return all(a is b and version == other for (a, version), (b, other) in pairs) or all(
+            _equal(a, b, other) for (a, _), (b, other) in pairs
         )
 
 
@@ -58,12 +65,10 @@ class Batches:
     Attributes:
         current: The problem on the latest batch. It is valid as long as the batch has the same
             contents.
-        change: Whether training has seen different batches, as with mini-batches.
     """
 
     def __init__(self) -> None:
         self.current: BatchProblem | None = None
-        self.change = False
 
     def problem_on(self, batch: Any, make: Make) -> BatchProblem:
         """Return the problem on a batch."""
@@ -74,31 +79,50 @@ class Batches:
             self.current = make(batch, contents, self.current)
         return self.current
 
-    def next_problem(self, call: str, batch: Any, make: Make) -> BatchProblem:
+    def next_problem(
+        self, call: str, solver: BilevelOptimizer, batch: Any, make: Make
+    ) -> BatchProblem:
         """Return the problem on the next batch of training.
 
         Args:
             call: The name of the module, for messages.
+            solver: Its solver. Unless it is stochastic, each batch must have the values of the
+                first.
             batch: The batch.
             make: Makes the problem, if the batch is not the current one.
         """
         before = self.current
         if before is not None:
-            _check_not_ended(call, batch, before.batch)
+            check_not_ended(call, batch, before.batch)
         now = self.problem_on(batch, make)
-        if before is not None and now is not before:
-            self.change = True
+        if before is not None and now is not before and not solver.stochastic:
+            _refuse_change(call, solver)
         return now
-
-    def label(self, trainer: Any) -> str:
-        """Name the data of the current problem; empty if it is all data of a Trainer."""
-        changing = self.change and getattr(trainer, "num_training_batches", 1) != 1
-        return "the last mini-batch, not all data" if changing else ""
 
     def forget_points(self) -> None:
         """Replace the current problem by a copy, so that solvers forget its points."""
         if self.current is not None:
             self.current = replace(self.current, problem=copy(self.current.problem))
+
+
+def _equal(new: Any, old: Any, version: int) -> bool:
+    """Tell whether a leaf equals an older one, which had this version then."""
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return new is old or (type(new) is type(old) and bool(new == old))
+    if new is old or old._version != version:
+        return new is old and new._version == version
+    kind = new.dtype, new.device, new.shape
+    return kind == (old.dtype, old.device, old.shape) and torch.equal(new, old)
+
+
+def _refuse_change(call: str, solver: BilevelOptimizer) -> None:
+    name = type(solver).__name__
+    raise MisconfigurationException(
+        f"`{call}` was given a batch with other values than the one before, as mini-batches, "
+        f"shuffling and augmentation make them: {name} compares values of f and g, which must be "
+        f"of the same data. Use `{solver.for_mini_batches}`, which may see another batch in each "
+        f"step; or give {name} all data in each step, by a FullBatchDataModule."
+    )
 
 
 def check_batch(call: str, batch: Any) -> None:
@@ -115,7 +139,8 @@ def check_batch(call: str, batch: Any) -> None:
         )
 
 
-def _check_not_ended(call: str, batch: Any, before: Any) -> None:
+def check_not_ended(call: str, batch: Any, before: Any) -> None:
+    """Refuse a batch without data for a level that had some before."""
     for level in ("upper", "lower"):
         if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
             raise MisconfigurationException(

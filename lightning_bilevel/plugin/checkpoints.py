@@ -30,6 +30,7 @@ __all__ = [
     "load_solver",
     "saved_name",
     "saved_start",
+    "saved_stream",
     "write_record",
 ]
 
@@ -116,6 +117,7 @@ def write_record(
     solver: BilevelOptimizer,
     start: Start | None,
     last: LastPoint | None,
+    stream: dict[str, Any] | None = None,
 ) -> None:
     """Write into a checkpoint which run it belongs to.
 
@@ -125,6 +127,7 @@ def write_record(
         solver: The solver of the run.
         start: The gradients at the start of the run.
         last: The last point of the run, if the weights are those of an earlier one.
+        stream: What a run on mini-batches needs to go on exactly.
     """
     checkpoint[KEY] = _record(solver)
     if start is not None:
@@ -135,7 +138,15 @@ def write_record(
             "lower": last.lower,
             "buffers": last.buffers,
         }
+    if stream is not None:
+        checkpoint[KEY]["stream"] = stream
     _leave_out_partials(call, checkpoint)
+
+
+def saved_stream(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the saved run on mini-batches needs to go on exactly; None for other runs."""
+    saved: dict[str, Any] | None = checkpoint.get(KEY, {}).get("stream")
+    return saved
 
 
 def saved_start(checkpoint: dict[str, Any]) -> Start | None:

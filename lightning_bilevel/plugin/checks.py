@@ -13,22 +13,73 @@ from torch import nn
 from lightning_bilevel.plugin.declaration import Declaration, Level
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["check_all_declared", "check_optimizer", "check_own", "check_trainer"]
+__all__ = [
+    "check_all_declared",
+    "check_gradients",
+    "check_optimizer",
+    "check_own",
+    "check_precision",
+    "check_trainer",
+    "way_to_mini_batches",
+]
+
+_EXACT = ("32-true", "64-true")
+
+
+def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: bool) -> None:
+    """Refuse a precision that does not work with a solver.
+
+    Args:
+        trainer: The Trainer.
+        solver: The solver.
+        mini_batches: Whether it runs on mini-batches.
+    """
+    if trainer.precision in _EXACT or (mini_batches and trainer.precision == "bf16-mixed"):
+        return
+    refused = f"`Trainer(precision={trainer.precision!r})` is not supported"
+    if mini_batches:
+        raise MisconfigurationException(
+            f"{refused}: the parameters stay in float32 or float64, and losses of float16 would "
+            "need their gradients rescaled. Use bf16-mixed, 32-true or 64-true."
+        )
+    way = "" if solver.stochastic else f" and solver {solver.for_mini_batches}"
+    raise MisconfigurationException(
+        f"{refused}: the Moreau gap is a small difference of large numbers, which half precision "
+        f"does not resolve. Use 32-true or 64-true; or bf16-mixed with mini-batches{way}."
+    )
+
+
+def check_gradients(trainer: Any, solver: BilevelOptimizer) -> None:
+    """Refuse the Trainer's clipping and accumulation of gradients, which a solver has its own of.
+
+    Lightning refuses them too, but advises automatic optimisation, which is no way out here.
+    """
+    clip = trainer.gradient_clip_val
+    if clip is not None and clip > 0:
+        way = (
+            f"give {type(solver).__name__} `upper_clip` and `lower_clip`"
+            if "upper_clip" in solver.param_groups[0]
+            else f"leave it out, because {type(solver).__name__} finds its steps itself"
+        )
+        raise MisconfigurationException(
+            f"`Trainer(gradient_clip_val={clip})` does not reach the directions of a bilevel "
+            f"solver: {way}."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` does not work "
+            "with a bilevel solver, whose step needs f and g on the same batch: let the loader "
+            "yield the larger batch, as `Chunks` if it does not fit into memory."
+        )
 
 
 def check_trainer(call: str, trainer: Any) -> None:
-    """Refuse precisions, strategies and callbacks that do not work with a bilevel run.
+    """Refuse strategies and callbacks that do not work with a bilevel run.
 
     Args:
         call: The name of the module, for messages.
         trainer: Its Trainer.
     """
-    if trainer.precision not in ("32-true", "64-true"):
-        raise MisconfigurationException(
-            f"`Trainer(precision={trainer.precision!r})` is not supported: the Moreau gap is a "
-            "small difference of large numbers, which half precision does not resolve. Use 32-true "
-            "or 64-true."
-        )
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
     if (
         not isinstance(trainer.strategy, SingleDeviceStrategy)
@@ -46,6 +97,19 @@ def check_trainer(call: str, trainer: Any) -> None:
             raise MisconfigurationException(
                 f"`{type(callback).__name__}` cannot watch `{call}`: {why}"
             )
+
+
+def way_to_mini_batches(solver: BilevelOptimizer) -> str:
+    """Say how a module with losses that change, as dropout makes them, can be trained."""
+    if solver.stochastic:
+        return (
+            f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
+            "that yield mini-batches."
+        )
+    return (
+        f"Or use `{solver.for_mini_batches}` on mini-batches, which may see other losses in each "
+        "step."
+    )
 
 
 def check_own(module: nn.Module, level: Level) -> None:

@@ -14,6 +14,7 @@ from lightning_bilevel.core.qualification import Qualification, Verdict
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
 from lightning_bilevel.plugin.kinks import kinks_of
+from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 
 __all__ = ["Declaration", "Level", "Sets"]
@@ -109,6 +110,7 @@ class Declaration:
         solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
+        scheduler: How the scheduler of the rates is made, if there is one.
     """
 
     upper: Level
@@ -117,6 +119,7 @@ class Declaration:
     solver: SolverCallable
     envelope: Envelope | None
     qualification: Qualification
+    scheduler: SchedulerPlan | None = None
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):

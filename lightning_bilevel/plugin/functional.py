@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["ModuleFunctions", "parameters_of", "problem_of"]
+__all__ = ["ModuleFunctions", "Shadow", "parameters_of", "problem_of"]
 
 Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 
@@ -38,7 +39,7 @@ Places = list[tuple[Tensors, str]]
 
 
 @dataclass
-class _Shadow:
+class Shadow:
     """A copy that calls write to instead of a buffer, and whether any call did."""
 
     places: Places
@@ -85,6 +86,10 @@ class ModuleFunctions:
         upper: Its upper-level parameters.
         lower: Its lower-level parameters.
         written: Buffers that calls are known to write to.
+        shadow: The kind of copy that calls write to; None lets them write to the module's own
+            buffers.
+        context: What the calls run in, such as autocast. A value of half precision is then
+            returned in float32.
     """
 
     def __init__(
@@ -93,8 +98,12 @@ class ModuleFunctions:
         upper: Iterable[nn.Parameter],
         lower: Iterable[nn.Parameter],
         written: Iterable[Tensor] = (),
+        *,
+        shadow: type[Shadow] | None = Shadow,
+        context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.module = module
+        self.context = context
         homes: dict[int, Places] = {}
         buffers: dict[int, Tensor] = {}
         for layer in module.modules():
@@ -112,10 +121,12 @@ class ModuleFunctions:
         # A batch-normalisation layer writes its running statistics at every call, also at trial
         # points that are rejected later. It writes into these copies.
         written_ids = {id(buffer) for buffer in written}
-        self.shadows = [
-            _Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in written_ids)
-            for i, buffer in buffers.items()
-        ]
+        self.shadows: list[Shadow] = []
+        if shadow is not None:
+            self.shadows = [
+                shadow(homes[i], buffer, buffer._version, buffer.clone(), i in written_ids)
+                for i, buffer in buffers.items()
+            ]
 
     def compare_buffers(self) -> None:
         """Find all buffers that the calls so far have written to."""
@@ -152,12 +163,22 @@ class ModuleFunctions:
             for places, tensor in new:
                 for entries, name in places:
                     entries[name] = tensor
-            return getattr(self.module, method)(*args)
+            return self._run(method, args)
         finally:
             for shadow in self.shadows:
                 shadow.check_version()
             for entries, name, mine in own:
                 entries[name] = mine
+
+    def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self.context is None:
+            return getattr(self.module, method)(*args)
+        with self.context():
+            result = getattr(self.module, method)(*args)
+        if isinstance(result, Tensor) and result.ndim == 0 and result.is_floating_point():
+            # Sums over chunks and differences of values lose too much in half precision.
+            return result.to(torch.promote_types(result.dtype, torch.float32))
+        return result
 
 
 def problem_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
@@ -26,20 +28,32 @@ from lightning_bilevel.plugin.checkpoints import (
     load_solver,
     saved_name,
     saved_start,
+    saved_stream,
     write_record,
 )
 from lightning_bilevel.plugin.checks import (
     check_all_declared,
+    check_gradients,
     check_optimizer,
     check_own,
+    check_precision,
     check_trainer,
+    way_to_mini_batches,
 )
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.processes import check_same_point, shared_problem
 from lightning_bilevel.plugin.publishing import is_logged, publish_step
+from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
+from lightning_bilevel.plugin.streaming import (
+    MINI_BATCH_TOLERANCE,
+    Stream,
+    check_yielded,
+    has_changing_batches,
+)
+from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import StepInfo
@@ -61,11 +75,18 @@ class BilevelMixin:
       per x. Then g is ``lower_loss(batch, features)``, which must use no upper-level parameter;
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
-      must use no lower-level parameter.
+      must use no lower-level parameter;
+    - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
+      batch touches, such as those of its samples. On mini-batches only these then move.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
     (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as
-    the batch has the same tensors, known values at the current point are reused.
+    the batch has the same values, known values at the current point are reused.
+
+    A solver that is ``stochastic`` runs on mini-batches, unless the data come from a
+    :class:`~lightning_bilevel.data.fullbatch.FullBatchDataModule`: loaders of any kind and length,
+    dropout, augmentation, batch normalisation, ``precision="bf16-mixed"``, and over several
+    processes the usual distributed samplers. All other solvers need the same data in each step.
 
     Example:
         >>> class Shift(IVSPMixin, LightningModule):
@@ -84,6 +105,7 @@ class BilevelMixin:
 
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
+    upper_indices: Callable[..., Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,6 +129,7 @@ class BilevelMixin:
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
         qualification: Qualification = "not known",
+        scheduler: SchedulerDeclared | None = None,
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -127,6 +150,10 @@ class BilevelMixin:
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
                 ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
                 returns one of the two. The certificate shows it.
+            scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
+                Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
+                ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
+                torch optimiser.
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
@@ -139,12 +166,18 @@ class BilevelMixin:
         for level in levels:
             check_own(self._module(), level)
         self._declaration = Declaration(
-            *levels, (upper_unit, lower_unit), solver, envelope, qualification
+            *levels,
+            (upper_unit, lower_unit),
+            solver,
+            envelope,
+            qualification,
+            plan_of(call, scheduler),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
+        self._resumed_stream: dict[str, Any] | None = None
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
@@ -174,21 +207,57 @@ class BilevelMixin:
                 "run, whose vectors x and y have a fixed length. Freeze before `Trainer.fit`; to "
                 "train others, call it once more."
             )
-        current = self._run.batches.next_problem(type(self).__name__, batch, self._make_problem)
+        trainer: Any = self._module().trainer
         # Lightning counts only steps through its own wrapper of the optimizer.
         optimizer: Any = self._module().optimizers()
         check_optimizer(self._module(), optimizer)
-        info: StepInfo = optimizer.step(problem=current.problem)
+        stream = self._stream(trainer)
+        info: StepInfo
+        if stream is None:
+            current = self._run.batches.next_problem(
+                type(self).__name__, self._run.solver, batch, self._make_problem
+            )
+            info = optimizer.step(problem=current.problem)
+            self._update_buffers(current)
+        else:
+            with stream.step():
+                info = optimizer.step(problem=stream.problem(batch))
         self.last_step = info
         self._run.shown = ""
-        self._update_buffers(current)
-        trainer: Any = self._module().trainer
+        if self._run.schedule is not None:
+            self._run.schedule.after("step", info.iteration, trainer.callback_metrics)
         if is_logged(trainer, info.iteration):
             check_same_point(trainer, self._declared().parameters, info.iteration)
         publish_step(trainer, info)
 
+    def configure_callbacks(self) -> Any:
+        """Refuse what Lightning would refuse with another advice; it asks for callbacks before."""
+        trainer: Any = self._module()._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._declared()
+            check_gradients(trainer, self._run.solver)
+        return super().configure_callbacks()  # type: ignore[misc]
+
+    def on_validation_start(self) -> None:
+        """Share running statistics between the processes of a run on mini-batches."""
+        if self._run.stream is not None:
+            self._run.stream.share_buffers()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_fit_end(self) -> None:
+        """Refuse loaders that yield nothing."""
+        check_yielded(type(self).__name__, self._module().trainer)
+        super().on_fit_end()  # type: ignore[misc]
+
     def on_train_epoch_end(self) -> None:
         """Refuse a training step that does not call the solver."""
+        trainer: Any = self._module().trainer
+        check_yielded(type(self).__name__, trainer)
+        if self._run.schedule is not None:
+            count = trainer.current_epoch + 1
+            self._run.schedule.after("epoch", count, trainer.callback_metrics)
+        if self._run.stream is not None:
+            self._run.stream.share_buffers()
         if self._run.solver.progress.iterations == 0:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: "
@@ -196,21 +265,32 @@ class BilevelMixin:
             )
         super().on_train_epoch_end()  # type: ignore[misc]
 
-    def configure_optimizers(self) -> BilevelOptimizer:
-        """Make the solver."""
+    def configure_optimizers(self) -> Any:
+        """Make the solver, and its scheduler if one is declared."""
         declared = self._declared()
         module = self._module()
+        may_stream = self._run.solver.stochastic
+        check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
         check_trainer(type(self).__name__, module.trainer)
         declared.resolve()
+        solver = declared.new_solver()
         check_all_declared(module, declared)
-        self._run = Run(declared.new_solver(), Certifier(start=self._resumed_start))
+        run = Run(solver, Certifier(start=self._resumed_start), resumed=self._resumed_stream)
+        self._run = run
         self._resumed_start = None
+        self._resumed_stream = None
+        if run.resumed is not None:
+            # Before the loaders start, because they draw the order of the samples.
+            restore_generators(run.resumed["generators"])
         self.last_step = None
         if module._compiler_ctx is not None:
             # Lightning compiles the training step of a compiled module. Here that is the solver,
             # whose decisions would take minutes to trace. `forward` stays compiled.
             vars(module).pop("training_step", None)
-        return self._run.solver
+        if declared.scheduler is None:
+            return solver
+        run.schedule = declared.scheduler.attached_to(solver)
+        return {"optimizer": solver, "lr_scheduler": run.schedule.config()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which solver and which problem it belongs to."""
@@ -221,6 +301,7 @@ class BilevelMixin:
             self._run.solver,
             self._run.certifier.start,
             self._run.last,
+            None if self._run.stream is None else self._run.stream.state(),
         )
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -242,6 +323,7 @@ class BilevelMixin:
         if resumes:
             # The run is made later, when it starts, and takes this over.
             self._resumed_start = saved_start(checkpoint)
+            self._resumed_stream = saved_stream(checkpoint)
             go_on_from_last(checkpoint, module, declared.levels)
         else:
             self._run.certifier.start = saved_start(checkpoint)
@@ -313,27 +395,46 @@ class BilevelMixin:
         envelope: Envelope | None = None,
         tolerance: float | None = None,
         proved: bool = False,
+        sample: bool = False,
+        batches: int = 1000,
+        passes: int = 100,
     ) -> Certificate | None:
         """Return the certificate of the current point; None without an envelope.
 
+        After a run on mini-batches f and g are evaluated in eval mode on all data, which the
+        training loaders are asked for once more.
+
         Args:
-            batch: The training batch to evaluate f and g on; None is the last one.
+            batch: The training batch to evaluate f and g on; None is the last one, and after a run
+                on mini-batches all data.
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
+            sample: On mini-batches: look at the first few batches of the run only, and leave the
+                loaders alone, as monitors do in the middle of an epoch.
+            batches: On mini-batches: the most batches of a level. More data are a sample, and the
+                certificate says so.
+            passes: On mini-batches: the most passes over the data of the lower level. If they do
+                not suffice for the proximal point, an InnerLoopError says so.
         """
         declared = self._declared()
         run = self._run
-        current = run.batches.current if batch is None else self._problem_on(batch)
-        if current is None:
-            raise RuntimeError(
-                f"`{type(self).__name__}.certify()` needs a training batch: call it after "
-                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
-            )
         envelope = envelope or self.envelope
-        if envelope is None:
+        stream = run.stream
+        problem: BilevelProblem | None = None
+        if stream is not None and envelope is not None:
+            problem, label = stream.evaluated(batch, sample, batches, passes)
+            tolerance = tolerance or MINI_BATCH_TOLERANCE
+        elif stream is None:
+            current = run.batches.current if batch is None else self._problem_on(batch)
+            problem, label = None if current is None else current.problem, ""
+            if problem is None:
+                raise RuntimeError(
+                    f"`{type(self).__name__}.certify()` needs a training batch: call it after "
+                    "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
+                )
+        if envelope is None or problem is None:
             return None
-        label = run.batches.label(self._module()._trainer) if batch is None else ""
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.
@@ -348,8 +449,9 @@ class BilevelMixin:
             if multiplier is None:
                 multiplier = run.solver.multiplier
             step = self.last_step
-        question = Question(current.problem, envelope, tolerance, multiplier, label, name)
-        return run.certifier.certify(question, point, declared, step)
+        question = Question(problem, envelope, tolerance, multiplier, label, name)
+        with nullcontext() if stream is None else stream.evaluating():
+            return run.certifier.certify(question, point, declared, step)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
         """Return the problem on a training batch, as all processes share it."""
@@ -395,6 +497,17 @@ class BilevelMixin:
             "`lower_loss(batch)`, the function g."
         )
 
+    def _stream(self, trainer: Any) -> Stream | None:
+        """Return what a run on mini-batches keeps; None for a run on all data."""
+        run = self._run
+        if not run.examined:
+            run.examined = True
+            if run.solver.stochastic and has_changing_batches(trainer):
+                run.stream = Stream(self._module(), self._declared(), trainer, run.resumed)
+            else:
+                check_precision(trainer, run.solver, mini_batches=False)
+        return run.stream
+
     def _problem_on(self, batch: Any) -> BatchProblem:
         return self._run.batches.problem_on(batch, self._make_problem)
 
@@ -411,7 +524,12 @@ class BilevelMixin:
             module, self.bilevel_problem, module._trainer, batch, point=point, split=split
         )
         if point is not None:
-            start = problem.check(*point)
+            try:
+                start = problem.check(*point)
+            except NonFiniteError:
+                raise
+            except BilevelError as error:
+                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)

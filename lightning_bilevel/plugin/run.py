@@ -9,6 +9,8 @@ from lightning_bilevel.plugin.batches import Batches
 from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.checkpoints import LastPoint
+from lightning_bilevel.plugin.schedulers import Schedule
+from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["Run"]
@@ -25,6 +27,10 @@ class Run:
         buffers: The buffers that evaluations write to.
         last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an
             earlier one into the module.
+        schedule: The scheduler of the solver's rates, if one is declared.
+        resumed: What the mini-batch run that this one goes on from has saved.
+        stream: What a run on mini-batches keeps; None for a run on all data.
+        examined: Whether the first batch has shown which of both it is.
         shown: Which point the module shows, in words, if it is not the last iterate.
     """
 
@@ -33,6 +39,10 @@ class Run:
     batches: Batches = field(default_factory=Batches)
     buffers: WrittenBuffers = field(default_factory=WrittenBuffers)
     last: LastPoint | None = None
+    schedule: Schedule | None = None
+    resumed: dict[str, Any] | None = None
+    stream: Stream | None = None
+    examined: bool = False
     shown: str = ""
 
     @property
@@ -50,4 +60,6 @@ class Run:
             "certifier": replace(self.certifier, last=None),
             "batches": Batches(),
             "buffers": WrittenBuffers(),
+            "schedule": None,
+            "stream": None,
         }

@@ -130,6 +130,7 @@ class IVSP(BilevelOptimizer):
     """
 
     penalised: ClassVar[bool] = True
+    for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
         self,
