@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import Chunks, as_chunks
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
@@ -36,11 +37,15 @@ class FewShot(BilevelModule):
     :math:`S_i` of task i, x in [-5, 5] and y in [-20, 20]. The lower level is convex in y, so the
     constraint qualification holds for each delta.
 
+    On mini-batches of fresh episodes
+    (:class:`~lightning_bilevel.data.episodes.EpisodeData` with ``tasks_per_batch``) the heads
+    belong to the batch: they start at zero in each step and are solved on the batch's features.
+
     Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
     error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
 
     Args:
-        tasks: The number of training episodes, T.
+        tasks: The number of training episodes, T; on mini-batches that of a batch.
         ways: Classes of an episode.
         channels: Channels of each convolution.
         image_size: Height and width of an image.
@@ -51,6 +56,8 @@ class FewShot(BilevelModule):
             shrinks as 1/T: solver settings for 128 tasks need a unit of about sqrt(T/128).
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
+        adaptation: How the heads are solved on a mini-batch of episodes. Its ``lr`` is the step of
+            a head on the loss of its own task, whatever the number of tasks.
         solver: The solver and its arguments.
     """
 
@@ -63,6 +70,7 @@ class FewShot(BilevelModule):
         chunk_images: int = 50,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
+        adaptation: Adaptation = Adaptation(),
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
@@ -94,6 +102,8 @@ class FewShot(BilevelModule):
             lower_unit=lower_unit,
             solver=solver,
             envelope=envelope,
+            # Losses are means over the tasks, so a head's own gradient is divided by T.
+            adaptation=Adaptation(adaptation.steps, adaptation.lr * tasks),
             qualification=(
                 "holds: the lower level is convex (linear softmax heads), so for each delta > 0"
             ),
@@ -105,10 +115,15 @@ class FewShot(BilevelModule):
             [self.encoder(part) for part in torch.split(images, self._tasks_at_once(images))]
         )
 
-    def upper_loss(self, batch: Any) -> Tensor:
+    def upper_features(self, batch: Any) -> Tensor:
+        """The features of the query sets: f depends on x only through them."""
+        features: Tensor = self(batch[0])
+        return features
+
+    def upper_loss(self, batch: Any, features: Tensor) -> Tensor:
         """The mean loss on the query sets."""
-        images, labels, index = batch
-        return _loss(self.heads(self.encoder(images), index), labels)
+        _, labels, index = batch
+        return _loss(self.heads(features, index), labels)
 
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets: g depends on x only through them."""
@@ -143,12 +158,14 @@ class FewShot(BilevelModule):
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the module."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        for argument, data_attribute, what in (
-            ("tasks", "n_train", "training episodes"),
-            ("ways", "ways", "classes in an episode"),
+        per_batch = getattr(data, "tasks_per_batch", None)
+        tasks = getattr(data, "n_train", self.tasks) if per_batch is None else per_batch
+        episodes = "training episodes" if per_batch is None else "episodes in a batch"
+        for argument, actual, what in (
+            ("tasks", tasks, episodes),
+            ("ways", getattr(data, "ways", self.ways), "classes in an episode"),
         ):
             expected = getattr(self, argument)
-            actual = getattr(data, data_attribute, expected)
             if actual != expected:
                 raise MisconfigurationException(
                     f"`FewShot({argument}={expected})` was given {actual} {what}: they must agree."

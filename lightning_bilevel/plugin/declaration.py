@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
@@ -109,6 +110,7 @@ class Declaration:
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: Why the constraint qualification holds.
         scheduler: How the scheduler of the rates is made, if there is one.
+        adaptation: How the lower level is solved on a mini-batch that it belongs to.
     """
 
     upper: Level
@@ -118,6 +120,7 @@ class Declaration:
     envelope: Envelope | None
     qualification: str | Callable[[Envelope], str]
     scheduler: SchedulerPlan | None = None
+    adaptation: Adaptation | None = None
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):

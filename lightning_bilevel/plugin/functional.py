@@ -193,8 +193,11 @@ def problem_of(
     call = functions.call
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
+    has_upper_features = functions.module.upper_features is not None
 
     def upper_loss(part: Any) -> Function:
+        if has_upper_features:
+            return lambda features, y: call("upper_loss", part, features, y=y)
         return lambda x, y: call("upper_loss", part, x=x, y=y)
 
     def lower_loss(part: Any) -> Function:
@@ -206,6 +209,9 @@ def problem_of(
 
     def features(part: Any) -> Part:
         return lambda x: call("lower_features", part, x=x)
+
+    def upper_features(part: Any) -> Part:
+        return lambda x: call("upper_features", part, x=x)
 
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
@@ -221,4 +227,7 @@ def problem_of(
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,
         outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
+        upper_features=[upper_features(part) for part in upper.batches]
+        if has_upper_features
+        else None,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
@@ -71,6 +72,8 @@ class BilevelMixin:
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter;
+    - optionally ``upper_features(batch)``: the part of f that depends on x alone. Then f is
+      ``upper_loss(batch, features)``, which must use no upper-level parameter;
     - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
       batch touches, such as those of its samples. On mini-batches only these then move.
 
@@ -100,6 +103,7 @@ class BilevelMixin:
 
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
+    upper_features: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -125,6 +129,7 @@ class BilevelMixin:
         envelope: Envelope | None = None,
         qualification: str | Callable[[Envelope], str] = "not known",
         scheduler: SchedulerDeclared | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -147,6 +152,10 @@ class BilevelMixin:
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
                 torch optimiser.
+            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
+                of fresh few-shot episodes do, and how it is solved there. The lower-level
+                parameters are then the start of y in each step, and do not change. Runs on all data
+                are as without it.
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
@@ -165,6 +174,7 @@ class BilevelMixin:
             envelope,
             qualification,
             plan_of(call, scheduler),
+            _checked_adaptation(call, adaptation),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
@@ -175,7 +185,10 @@ class BilevelMixin:
         self._module().automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return f on the batch of the upper level."""
+        """Return f on the batch of the upper level.
+
+        With :attr:`upper_features`, their result is the second argument.
+        """
         raise NotImplementedError(self._missing_losses())
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -378,7 +391,8 @@ class BilevelMixin:
     ) -> Certificate | None:
         """Return the certificate of the current point; None without an envelope.
 
-        After a run on mini-batches f and g are evaluated in eval mode on all data, which the
+        There is none either where the lower level belongs to the batch (``adaptation``), because no
+        y belongs to all data. After a run on mini-batches f and g are evaluated in eval mode on all data, which the
         training loaders are asked for once more.
 
         Args:
@@ -396,6 +410,8 @@ class BilevelMixin:
         declared = self._declared()
         run = self._run
         envelope = envelope or self.envelope
+        if run.stream is not None and declared.adaptation is not None:
+            return None
         if run.stream is not None and envelope is not None:
             problem, name = run.stream.evaluated(batch, sample, batches, passes)
             multiplier = run.certifier.multiplier
@@ -512,8 +528,18 @@ class BilevelMixin:
             extra = [] if split is None else [split(part)]
             total += float(self.lower_loss(part, *extra).detach())
         for part in as_chunks(batch["upper"]).batches:
-            total += float(self.upper_loss(part).detach())
+            extra = [] if self.upper_features is None else [self.upper_features(part)]
+            total += float(self.upper_loss(part, *extra).detach())
         return total
+
+
+def _checked_adaptation(call: str, adaptation: Any) -> Adaptation | None:
+    if adaptation is None or isinstance(adaptation, Adaptation):
+        return adaptation
+    raise TypeError(
+        f"`{call}(adaptation=...)` is a {type(adaptation).__name__}: it must be an `Adaptation`, "
+        "such as `Adaptation(steps=20, lr=0.5)`."
+    )
 
 
 def _way_to_mini_batches(solver: BilevelOptimizer) -> str:
