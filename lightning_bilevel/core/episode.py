@@ -95,18 +95,32 @@ class Episode:
                 [for_y.features_at(self._x) for for_y, _ in lower],
             )
         self._features = map_tensors(Tensor.detach, self._graphs)
+        self._upper_slopes = _slopes(upper)
+        # For y and for z.
+        self._lower_slopes = (
+            _slopes([for_y for for_y, _ in lower]),
+            _slopes([for_z for _, for_z in lower]),
+        )
 
     def inner_gradient(self, z: Tensor) -> Tensor:
         """Return the gradient of g(x, .) at z."""
         self._passes.calls += Calls(lower=1)
+        slopes = self._lower_slopes[1]
+        if slopes is not None:
+            return _sum_of(slopes, self._features[1], z)
         z = leaf(z)
         with torch.enable_grad():
             value = self._g(self._features[1], z, inner=True)
         return _gradient("g", value, z)
 
     def gradient(self, y: Tensor, upper: float, lower: float) -> Tensor:
-        """Return the gradient of upper * f + lower * g in y, by one graph."""
+        """Return the gradient of upper * f + lower * g in y, by one graph or in closed form."""
         self._passes.calls += Calls(upper=1, lower=1)
+        of_f = self._upper_slopes
+        of_g = self._lower_slopes[0]
+        if of_f is not None and of_g is not None:
+            f_y = _sum_of(of_f, self._features[0], y)
+            return f_y.mul_(upper).add_(_sum_of(of_g, self._features[1], y), alpha=lower)
         y = leaf(y)
         with torch.enable_grad():
             value = upper * self._f(self._features[0], y) + lower * self._g(self._features[1], y)
@@ -141,6 +155,17 @@ class Episode:
         pairs = zip(self._lower, features, strict=True)
         terms = [(pair[1] if inner else pair[0], part) for pair, part in pairs]
         return _total("g", [(term.loss, part, term.outputs_at(y)) for term, part in terms])
+
+
+def _slopes(terms: Sequence[LowerTerm]) -> list[Function] | None:
+    """Return the closed forms of all terms; None if one has none."""
+    known = [term.slope for term in terms if term.slope is not None]
+    return known if len(known) == len(terms) else None
+
+
+def _sum_of(slopes: list[Function], features: list[Any], y: Tensor) -> Tensor:
+    first, *rest = (slope(part, y) for slope, part in zip(slopes, features, strict=True))
+    return sum(rest, first)
 
 
 def _gradient(name: str, value: Tensor, y: Tensor) -> Tensor:

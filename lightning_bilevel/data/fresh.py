@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 __all__ = ["FreshBatches"]
@@ -56,8 +55,8 @@ class FreshBatches:
 
     def _batch(self, numbers: Sequence[int]) -> dict[str, Any]:
         support, support_labels, query, query_labels = self._take(numbers)
-        index = torch.arange(self._tasks)
-        return {"upper": (query, query_labels, index), "lower": (support, support_labels, index)}
+        # No index: each task of a batch has a head of its own.
+        return {"upper": (query, query_labels, None), "lower": (support, support_labels, None)}
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the next batch."""

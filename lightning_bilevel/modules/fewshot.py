@@ -125,6 +125,11 @@ class FewShot(BilevelModule):
         _, labels, index = batch
         return _loss(self.heads(features, index), labels)
 
+    def upper_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of f in the heads, for the inner steps on a mini-batch."""
+        _, labels, index = batch
+        return self.heads.gradient(features, labels, index)
+
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets: g depends on x only through them."""
         features: Tensor = self(batch[0])
@@ -134,6 +139,10 @@ class FewShot(BilevelModule):
         """The mean loss on the support sets, all heads in one product."""
         _, labels, index = batch
         return _loss(self.heads(features, index), labels)
+
+    def lower_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of g in the heads, likewise."""
+        return self.upper_gradient(batch, features)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""

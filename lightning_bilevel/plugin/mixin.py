@@ -74,6 +74,9 @@ class BilevelMixin:
       must use no lower-level parameter;
     - optionally ``upper_features(batch)``: the part of f that depends on x alone. Then f is
       ``upper_loss(batch, features)``, which must use no upper-level parameter;
+    - optionally ``upper_gradient(batch, features)`` and ``lower_gradient(batch, features)``: the
+      gradients of f and g in the lower-level parameters in closed form, one tensor per parameter.
+      Where the lower level belongs to the batch they take the place of autograd in the inner steps;
     - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
       batch touches, such as those of its samples. On mini-batches only these then move.
 
@@ -104,6 +107,8 @@ class BilevelMixin:
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
     upper_features: Callable[..., Any] | None = None
+    upper_gradient: Callable[..., Any] | None = None
+    lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
