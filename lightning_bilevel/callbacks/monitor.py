@@ -114,6 +114,9 @@ class Monitor(Callback):
                 "bilevel module, whose solver it watches."
             )
         self._looked = time.monotonic()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         first_monitor = next(c for c in callbacks if isinstance(c, Monitor))
         if first_monitor is self:

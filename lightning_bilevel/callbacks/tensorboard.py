@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_bilevel.plugin.streaming import has_changing_batches
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.names import NAMES
 
@@ -21,12 +22,15 @@ __all__ = [
 ]
 
 
-def layout(solver: BilevelOptimizer) -> dict[str, dict[str, list[Any]]]:
+def layout(
+    solver: BilevelOptimizer, *, mini_batches: bool = False
+) -> dict[str, dict[str, list[Any]]]:
     """Return the groups of TensorBoard's custom scalars for what a solver logs."""
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in NAMES:
         group, title = name.chart
-        if title and (solver.penalised or not name.penalised):
+        known = (solver.penalised or not name.penalised) and (mini_batches or not name.mini_batch)
+        if title and known:
             charts = groups.setdefault(group, {})
             _, tags = charts.setdefault(title, ["Multiline", []])
             # Tags are regular expressions: without `$`, penalty would also draw penalty_updates.
@@ -44,8 +48,9 @@ def _writers(trainer: Trainer) -> list[Any]:
 
 def show_layout(trainer: Trainer, solver: BilevelOptimizer) -> None:
     """Group the curves under "Custom Scalars"."""
+    mini_batches = solver.stochastic and has_changing_batches(trainer)
     for writer in _writers(trainer):
-        writer.add_custom_scalars(layout(solver))
+        writer.add_custom_scalars(layout(solver, mini_batches=mini_batches))
 
 
 def show_text(trainer: Trainer, tag: str, text: str, iteration: int) -> None:

@@ -72,15 +72,13 @@ def check_gradients(trainer: Any, solver: BilevelOptimizer) -> None:
         )
 
 
-def check_trainer(call: str, trainer: Any, solver: BilevelOptimizer) -> None:
-    """Refuse precisions, strategies and callbacks that do not work with a bilevel run.
+def check_trainer(call: str, trainer: Any) -> None:
+    """Refuse strategies and callbacks that do not work with a bilevel run.
 
     Args:
         call: The name of the module, for messages.
         trainer: Its Trainer.
-        solver: The solver of the run.
     """
-    check_precision(trainer, solver, mini_batches=solver.stochastic)
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
     if (
         not isinstance(trainer.strategy, SingleDeviceStrategy)

@@ -279,9 +279,11 @@ class BilevelMixin:
         """Make the solver, and its scheduler if one is declared."""
         declared = self._declared()
         module = self._module()
+        may_stream = self._run.solver.stochastic
+        check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
+        check_trainer(type(self).__name__, module.trainer)
         declared.resolve()
         solver = declared.new_solver()
-        check_trainer(type(self).__name__, module.trainer, solver)
         check_all_declared(module, declared)
         run = Run(solver, Certifier(start=self._resumed_start), resumed=self._resumed_stream)
         self._run = run

@@ -17,6 +17,7 @@ class Name(NamedTuple):
             none.
         attribute: The attribute of the record that holds it; empty if a monitor computes it.
         penalised: Whether only a method that strengthens a penalty has it, such as IVSP.
+        mini_batch: Whether only a run on mini-batches has it.
     """
 
     tag: str
@@ -24,6 +25,7 @@ class Name(NamedTuple):
     chart: tuple[str, str] = ("", "")
     attribute: str = ""
     penalised: bool = False
+    mini_batch: bool = False
 
 
 _FEASIBILITY = "feasibility"
@@ -48,8 +50,14 @@ NAMES = (
         "gap g(x, y) - g(x, z) on the mini-batch",
         (_FEASIBILITY, "gap g(x, y) - g(x, z) on the mini-batch"),
         "gap",
+        mini_batch=True,
     ),
-    Name("bilevel/skipped", "mini-batch steps taken back so far", attribute="skipped"),
+    Name(
+        "bilevel/skipped",
+        "mini-batch steps taken back so far",
+        attribute="skipped",
+        mini_batch=True,
+    ),
     Name(
         "bilevel/violation", "violation of the lower level, [R]+", (_FEASIBILITY, "violation [R]+")
     ),

@@ -116,8 +116,8 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("flags", "words"),
         [
-            ({"accumulate_grad_batches": 2}, "manual optimization"),
-            ({"gradient_clip_val": 1.0}, "manual optimization"),
+            ({"accumulate_grad_batches": 2}, "yield the larger batch, as `Chunks`"),
+            ({"gradient_clip_val": 1.0}, "leave it out, because IVSP finds its steps itself"),
             ({"precision": "bf16-mixed"}, "is not supported: the Moreau gap is a small difference"),
             ({"precision": "16-true"}, "is not supported: the Moreau gap is a small difference"),
         ],
@@ -458,7 +458,7 @@ class TestTrainingStep:
 
 
 class TestMiniBatches:
-    """Batches that change: the certificate names its batch, and an ended loader is named."""
+    """Batches that change: what the certificate is of, and an ended loader is named."""
 
     @staticmethod
     def loaders(sizes: dict[str, int], mode: str) -> Any:
@@ -476,17 +476,24 @@ class TestMiniBatches:
         )
         return module
 
-    def test_a_certificate_of_a_mini_batch_is_labelled(self, tmp_path: Path) -> None:
+    def test_the_certificate_after_mini_batches_is_of_all_data(self, tmp_path: Path) -> None:
         module = self.run(tmp_path, self.loaders({"upper": 5, "lower": 10}, "max_size_cycle"))
         certificate = module.certify()
-        assert ("evaluated on", "the last mini-batch, not all data") in certificate.rows()
-        assert "the last mini-batch, not all data" in reading(certificate)
-        assert module.certify(batch=BATCH).evaluated_on == ""
-        assert module.certify(batch=BATCH).upper != certificate.upper
+        label = "all data (20 upper and 30 lower samples), in eval mode"
+        assert ("evaluated on", label) in certificate.rows()
+        assert label in reading(certificate)
+        assert module.certify(batch=BATCH).evaluated_on == "the given batch, in eval mode"
 
-    def test_a_full_batch_that_is_collated_anew_is_none(self, tmp_path: Path) -> None:
-        module = self.run(tmp_path, self.loaders({"upper": 20, "lower": 30}, "max_size_cycle"))
+    def test_a_full_batch_that_is_collated_anew_is_the_same_problem(self, tmp_path: Path) -> None:
+        module = Weighting()
+        loader = self.loaders({"upper": 20, "lower": 30}, "max_size_cycle")
+        validation = DataLoader(TensorDataset(*samples(20, 3)), batch_size=20)
+        trainer(tmp_path, max_steps=6).fit(module, loader, validation)
         assert module.certify().evaluated_on == ""
+        # Nothing about the current point was evaluated anew: one pass of f per trial.
+        assert module.last_step is not None
+        assert module.last_step.calls.upper == module.last_step.trials  # type: ignore[attr-defined]
+        assert same_parameters(module, fitted(tmp_path)[0])
 
     def test_a_level_without_data_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(

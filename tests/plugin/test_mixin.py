@@ -147,22 +147,24 @@ def test_what_is_known_of_a_point_is_used_again_only_on_the_same_batch() -> None
     assert module._problem_on({"upper": samples(20, 1), "lower": batch["lower"]}) is not first
 
 
-def test_minibatches_run(tmp_path: Any) -> None:
-    from lightning.pytorch.utilities import CombinedLoader
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_deterministic_solver_refuses_mini_batches(tmp_path: Any, shuffled: bool) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
+    size = 30 if shuffled else 10
     loaders = {
-        level: DataLoader(TensorDataset(*samples(30, s)), batch_size=10)
+        level: DataLoader(TensorDataset(*samples(30, s)), batch_size=size, shuffle=shuffled)
         for level, s in (("upper", 1), ("lower", 2))
     }
-    module = Weighting()
-    with warnings.catch_warnings():
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(
+            MisconfigurationException,
+            match="IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule",
+        ),
+    ):
         warnings.simplefilter("ignore")
-        trainer(tmp_path, max_epochs=3).fit(module, CombinedLoader(loaders, "max_size_cycle"))
-    assert module.last_step is not None
-    assert module.last_step.iteration == 9
-    # everything about the current point was evaluated anew: two passes of f with one trial
-    assert module.last_step.calls.upper == module.last_step.trials + 1  # type: ignore[attr-defined]
+        trainer(tmp_path, max_epochs=3).fit(Weighting(), loaders)
 
 
 def test_a_frozen_parameter_is_a_constant(tmp_path: Any) -> None:
