@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
 ]
 TORCH_ONLY = {"core", "solvers", "report", "solving"}
 PUBLIC = [
+    "Adaptation",
     "BOME",
     "Ball",
     "BilevelError",

@@ -330,8 +330,14 @@ class TaskEpisodes(EpisodeData):
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))
         counts = {f"n_{name}": len(episodes.support) for name, episodes in given.items()}
-        options = {"epoch_length": epoch_length, "tasks_per_batch": tasks_per_batch}
-        super().__init__(ways, shots, queries, **counts, **options)
+        super().__init__(
+            ways,
+            shots,
+            queries,
+            **counts,
+            epoch_length=epoch_length,
+            tasks_per_batch=tasks_per_batch,
+        )
         if tasks_per_batch is not None and tasks_per_batch > len(train.support):
             raise ValueError(
                 f"`TaskEpisodes(tasks_per_batch={tasks_per_batch})` was given "

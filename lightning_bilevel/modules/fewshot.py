@@ -18,12 +18,15 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.modules.figures import draw_episode
-from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt
+from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, nearest_centroid
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["FewShot"]
+
+# 20 steps of 0.5.
+TWENTY_STEPS = Adaptation()
 
 
 class FewShot(BilevelModule):
@@ -42,7 +45,9 @@ class FewShot(BilevelModule):
     belong to the batch: they start at zero in each step and are solved on the batch's features.
 
     Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
-    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
+    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``. The error
+    of nearest centroids, ``val_centroid_error`` and ``test_centroid_error``, tells how good the
+    features are whatever the scale of the heads.
 
     Args:
         tasks: The number of training episodes, T; on mini-batches that of a batch.
@@ -70,7 +75,7 @@ class FewShot(BilevelModule):
         chunk_images: int = 50,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
-        adaptation: Adaptation = Adaptation(),
+        adaptation: Adaptation = TWENTY_STEPS,
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
@@ -186,10 +191,35 @@ class FewShot(BilevelModule):
                 f"{'x'.join(map(str, shape))}: they must agree."
             )
 
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+        """Do one outer iteration."""
+        for level in ("upper", "lower"):
+            part = batch.get(level) if isinstance(batch, dict) else None
+            # Where an index names the heads, any number of tasks will do.
+            if isinstance(part, (tuple, list)) and len(part) == 3 and part[2] is None:
+                self._check_episodes(level, *part[:2])
+        super().training_step(batch, batch_idx)
+
+    def _check_episodes(self, level: str, images: Tensor, labels: Tensor) -> None:
+        if images.ndim != 5 or labels.shape != images.shape[:2]:
+            raise MisconfigurationException(
+                f"`FewShot` was given {level} images of shape {tuple(images.shape)} and labels of "
+                f"shape {tuple(labels.shape)}: they must be (tasks, images of a task, channels, "
+                "height, width) and (tasks, images of a task)."
+            )
+        if len(images) != self.tasks:
+            raise MisconfigurationException(
+                f"`FewShot(tasks={self.tasks})` was given a batch of {len(images)} {level} "
+                "episodes: it has one head for each task of a batch, so they must agree."
+            )
+
     def predict(self, episodes: Episodes) -> Tensor:
         """Fit new heads to the support sets and return the logits (E, N, ways) of the queries."""
-        weight, bias = adapt(self(episodes.support), episodes.support_labels, self.ways)
-        return torch.baddbmm(bias.unsqueeze(1), self(episodes.query), weight.transpose(1, 2))
+        return self._adapted(self(episodes.support), self(episodes.query), episodes)
+
+    def _adapted(self, support: Tensor, query: Tensor, episodes: Episodes) -> Tensor:
+        weight, bias = adapt(support, episodes.support_labels, self.ways)
+        return torch.baddbmm(bias.unsqueeze(1), query, weight.transpose(1, 2))
 
     def validation_step(self, batch: Episodes, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_queries("test" if dataloader_idx else "val", batch, add_dataloader_idx=False)
@@ -201,12 +231,19 @@ class FewShot(BilevelModule):
         return self.predict(batch)
 
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
-        logits = self.predict(episodes)
-        wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
+        support = self(episodes.support)
+        query = self(episodes.query)
+        logits = self._adapted(support, query, episodes)
+        nearest = nearest_centroid(support, episodes.support_labels, query, self.ways)
+        errors = {
+            f"{name}_error": logits.argmax(-1) != episodes.query_labels,
+            f"{name}_centroid_error": nearest != episodes.query_labels,
+        }
         # Processes have the same batch or parts of it: the mean over them is right for both.
-        options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
-        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), **options)
-        self.log(f"{name}_error", wrong, **options)
+        options |= {"sync_dist": True, "batch_size": len(logits)}
+        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), prog_bar=True, **options)
+        for tag, wrong in errors.items():
+            self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
 
     def on_train_end(self) -> None:
         """Show some validation episodes in TensorBoard."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
 
-__all__ = ["Conv4", "TaskHeads", "adapt"]
+__all__ = ["Conv4", "TaskHeads", "adapt", "nearest_centroid"]
 
 
 class _Block(nn.Module):
@@ -89,8 +89,8 @@ class TaskHeads(nn.Module):
 
         Task i uses the head of number index[i]; without an index, head i.
         """
-        weight = self.weight
-        bias = self.bias
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
         if index is not None:
             weight = weight.index_select(0, index)
             bias = bias.index_select(0, index)
@@ -143,3 +143,17 @@ def adapt(
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
+
+
+def nearest_centroid(support: Tensor, labels: Tensor, query: Tensor, ways: int) -> Tensor:
+    """Return for each query the class whose mean support feature is nearest.
+
+    Args:
+        support: Support features, (E, N, d).
+        labels: Their labels, (E, N).
+        query: Query features, (E, M, d).
+        ways: Classes of a task.
+    """
+    truth = torch.nn.functional.one_hot(labels, ways).to(support)
+    centroids = truth.transpose(1, 2) @ support / truth.sum(1).unsqueeze(2)
+    return torch.cdist(query, centroids).argmin(-1)

@@ -398,9 +398,9 @@ class BilevelMixin:
     ) -> Certificate | None:
         """Return the certificate of the current point; None without an envelope.
 
-        There is none either where the lower level belongs to the batch (``adaptation``), because no
-        y belongs to all data. After a run on mini-batches f and g are evaluated in eval mode on all data, which the
-        training loaders are asked for once more.
+        After a run on mini-batches f and g are evaluated in eval mode on all data, which the
+        training loaders are asked for once more. Where the lower level belongs to the batch
+        (``adaptation``) there is no certificate, because no y belongs to all data.
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run

@@ -106,9 +106,7 @@ def stream_episode(
     except NonFiniteError as error:
         return Streamed(x, y, skip_batch(solver, error), None, 0.0)
     if x_moves(solver.constants, memory["iteration"]):
-        x = solver.move_(
-            "upper", x, d_x, weights.rate, problem.upper_set, problem.touched
-        )
+        x = solver.move_("upper", x, d_x, weights.rate, problem.upper_set, problem.touched)
     solver.observe(lower - inner, distance)
     memory["skipped_in_a_row"] = 0
     memory.setdefault("skipped", 0)
