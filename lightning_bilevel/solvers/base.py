@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast, get_args
 
@@ -61,7 +61,7 @@ class BilevelOptimizer(Optimizer, ABC):
     # implements `directions`.
     stochastic: ClassVar[bool] = False
     # What a message recommends for mini-batches in place of a method that is not stochastic.
-    for_mini_batches: ClassVar[str] = "F2SA"
+    for_mini_batches: ClassVar[str] = "StreamingIVSP"
     # The name of the inner variable in the memory.
     inner_name: ClassVar[str] = "z"
     # Whether `directions` needs the distance of y and z.
@@ -319,6 +319,18 @@ class BilevelOptimizer(Optimizer, ABC):
             return touching(v, direction, rate, feasible, touched)
         return projected_step(v, direction, rate, feasible)
 
+    def room(self, name: str, like: Sequence[Tensor]) -> Tensor:
+        """Return memory for a vector as long as some tensors together; its content is undefined.
+
+        The system hands out the memory of a long vector page by page, which takes longer than the
+        arithmetic. So a step on a mini-batch uses that of the last one.
+        """
+        size = sum(tensor.numel() for tensor in like)
+        kept = self._kept_memory.get(name)
+        if kept is None or kept.numel() != size or kept.dtype != like[0].dtype:
+            kept = self._kept_memory[name] = like[0].new_empty(size)
+        return kept
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
@@ -356,6 +368,8 @@ class BilevelOptimizer(Optimizer, ABC):
         self._forget()
 
     def _forget(self) -> None:
+        # The memory of long vectors in steps on mini-batches, by name.
+        self._kept_memory: dict[str, Tensor] = {}
         # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
         self._seconds = 0.0
         # (problem, x, y) after the last step.
@@ -446,7 +460,10 @@ class BilevelOptimizer(Optimizer, ABC):
         if begins or (problem.adaptation is None and self.inner_name not in self.memory):
             return self._read(problem)
         x, y = (
-            torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            torch.cat(
+                [p.detach().reshape(-1) for p in group["params"]],
+                out=self.room(group["level"], group["params"]),
+            )
             for group in self.param_groups
         )
         return x, y
