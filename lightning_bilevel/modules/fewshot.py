@@ -160,10 +160,15 @@ class FewShot(BilevelModule):
         parts = []
         weights = []
         for whole, share in zip(chunks.batches, chunks.shares, strict=True):
-            size = self._tasks_at_once(whole[0])
-            for part in zip(*(torch.split(tensor, size) for tensor in whole), strict=True):
+            images, labels, index = whole
+            if index is None:
+                # Each part needs to know its heads.
+                index = torch.arange(len(images), device=images.device)
+            tensors = (images, labels, index)
+            size = self._tasks_at_once(images)
+            for part in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
                 parts.append(part)
-                weights.append(share * len(part[0]) / len(whole[0]))
+                weights.append(share * len(part[0]) / len(images))
         return Chunks(parts, weights)
 
     def _tasks_at_once(self, images: Tensor) -> int:
