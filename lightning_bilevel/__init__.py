@@ -1,5 +1,8 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
+from lightning_bilevel.baselines.cleaning import cleaning_baselines as cleaning_baselines
+from lightning_bilevel.baselines.fewshot import few_shot_baselines as few_shot_baselines
+from lightning_bilevel.baselines.row import Baseline as Baseline
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
 from lightning_bilevel.callbacks import ConvergencePlot as ConvergencePlot
@@ -19,6 +22,15 @@ from lightning_bilevel.core.errors import NonFiniteError as NonFiniteError
 from lightning_bilevel.core.moreau import Envelope as Envelope
 from lightning_bilevel.core.problem import BilevelProblem as BilevelProblem
 from lightning_bilevel.core.problem import Calls as Calls
+from lightning_bilevel.core.qualification import Condition as Condition
+from lightning_bilevel.core.qualification import ConstantAffineSegments as ConstantAffineSegments
+from lightning_bilevel.core.qualification import Reweighted as Reweighted
+from lightning_bilevel.core.qualification import (
+    ReweightedSigmoidNetwork as ReweightedSigmoidNetwork,
+)
+from lightning_bilevel.core.qualification import StrictlyConvex as StrictlyConvex
+from lightning_bilevel.core.qualification import Verdict as Verdict
+from lightning_bilevel.core.qualification import cross_entropy_bound as cross_entropy_bound
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet
@@ -44,6 +56,7 @@ from lightning_bilevel.data import draw_glyphs as draw_glyphs
 from lightning_bilevel.modules import FewShot as FewShot
 from lightning_bilevel.modules import HyperCleaning as HyperCleaning
 from lightning_bilevel.modules import SineProblem as SineProblem
+from lightning_bilevel.modules.detection import missed_errors as missed_errors
 from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin

@@ -44,6 +44,7 @@ class BilevelTrainer(Trainer):
         ckpt_path: str | None = None,
         tolerance: float | None = None,
         weights_only: bool | None = None,
+        proved: bool = False,
     ) -> Certificate | None:
         """Print the certificate of a checkpoint.
 
@@ -55,6 +56,8 @@ class BilevelTrainer(Trainer):
                 means 1e-9 in float64 and 1e-5 in float32.
             weights_only: As for ``fit``: whether to refuse a checkpoint that has anything but
                 tensors and plain values.
+            proved: Certify the point that the convergence theorem speaks of, instead of the last
+                iterate.
         """
         if ckpt_path is None or not Path(ckpt_path).is_file():
             raise MisconfigurationException(
@@ -62,8 +65,8 @@ class BilevelTrainer(Trainer):
             )
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
-        batch = self._restore(model, datamodule, ckpt_path, weights_only)
-        certificate = model.certify(batch=batch, tolerance=tolerance)
+        batch = self.restore(model, datamodule, ckpt_path, weights_only)
+        certificate = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         if certificate is None:
             raise MisconfigurationException(
                 f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in "
@@ -92,7 +95,7 @@ class BilevelTrainer(Trainer):
                 the config that ``fit`` saves has this key.
             weights_only: Not used, for the same reason.
         """
-        batch = self._restore(model, datamodule)
+        batch = self.restore(model, datamodule)
         problem = model.problem_on(batch)
         envelope = model.envelope
         delta = 1e-3 if envelope is None else envelope.delta
@@ -122,7 +125,7 @@ class BilevelTrainer(Trainer):
         reports = [callback for callback in callbacks if isinstance(callback, CertificateReport)]
         return reports[0].tally if reports else Tally()
 
-    def _restore(
+    def restore(
         self,
         model: BilevelMixin,
         datamodule: LightningDataModule,

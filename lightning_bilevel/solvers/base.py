@@ -25,6 +25,7 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
 from lightning_bilevel.solvers.streaming import Directions, Variable, stream
@@ -141,6 +142,16 @@ class BilevelOptimizer(Optimizer, ABC):
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
         return None
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point that the method's convergence theorem speaks of, if the method keeps it."""
+        return None
+
+    @property
+    def unproved(self) -> str:
+        """Why :attr:`proved` is None, in words."""
+        return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
 
     @property
     def scheduled_levels(self) -> tuple[str, ...]:
@@ -261,8 +272,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
-        return replace(
-            info,
+        return info.completed(
             iteration=memory["iteration"],
             step=step,
             calls=problem.calls - calls,

@@ -42,7 +42,7 @@ class PNGBiO(BilevelOptimizer):
     r"""Penalty normalised gradient method.
 
     It minimises MEHA's penalised Moreau gap (:class:`~lightning_bilevel.solvers.meha.MEHA`) by
-    steps of prescribed lengths, which need no bound on the gradients. With :math:`\theta^0 = y^0`
+    steps of prescribed lengths, whatever the size of the gradients. With :math:`\theta^0 = y^0`
     and :math:`\|\cdot\|_\circ = \|\cdot\| + 10^{-12}`:
 
     .. math::

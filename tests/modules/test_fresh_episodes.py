@@ -205,6 +205,7 @@ def refused(ours: FewShot, batches: Any, message: str, tmp_path: Path) -> None:
         trainer(tmp_path, max_steps=2).fit(ours, batches)
 
 
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MisconfigurationException,
