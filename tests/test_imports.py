@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
 ]
 TORCH_ONLY = {"core", "solvers", "report", "solving"}
 PUBLIC = [
+    "Adaptation",
     "BOME",
     "Ball",
     "Baseline",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
     Function,
@@ -27,8 +28,6 @@ from lightning_bilevel.core.lower import (
     Part,
     RecentPoints,
     nothing,
-    rescaled,
-    weighted,
 )
 from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
 from lightning_bilevel.core.sample import Sample, take_sample
@@ -90,6 +89,10 @@ class BilevelProblem:
             :class:`~lightning_bilevel.core.lower.LowerTerm`) per chunk of ``lower``, with the same
             values; None takes ``lower``. A module with running statistics needs it, because z must
             not change those of y.
+        upper_features: The part of f that depends on x alone, if there is one: then f(x, y) =
+            ``upper(upper_features(x), y)``. One function per chunk of ``upper``.
+        adaptation: How y is solved on a mini-batch, if the lower level belongs to the batch. Each
+            step on a mini-batch then starts at the same y, and only x moves in the end.
 
     Example:
         >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
@@ -114,12 +117,15 @@ class BilevelProblem:
         mini_batch: bool = False,
         touched: Tensor | None = None,
         inner: Function | Sequence[Function] | None = None,
+        upper_features: Part | Sequence[Part] | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
-        self.upper_terms: list[Function] = _functions("upper", upper)
+        self.upper_terms = _upper_terms(upper, upper_features)
         self.lower_terms = _lower_terms(lower, features, outputs)
         self.inner_terms = _inner_terms(inner, self.lower_terms)
         self.mini_batch = mini_batch
         self.touched = _checked_indices(touched)
+        self.adaptation = adaptation
         self.upper_set = Free() if upper_set is None else upper_set
         self.lower_set = Free() if lower_set is None else lower_set
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
@@ -174,7 +180,7 @@ class BilevelProblem:
         if upper == lower == 1.0:
             return self
         inner = copy.copy(self)
-        inner.upper_terms = [rescaled(term, upper, lower) for term in self.upper_terms]
+        inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
         inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
         inner.upper_set = Scaled(self.upper_set, upper)
@@ -192,12 +198,10 @@ class BilevelProblem:
             reduce: Sums a tensor over the processes.
         """
         part = copy.copy(self)
-        part.upper_terms = (
-            [nothing] if upper == 0.0 else [weighted(term, upper) for term in self.upper_terms]
-        )
-        for name in ("lower_terms", "inner_terms"):
-            terms = [term.weighted(lower) for term in getattr(self, name)]
-            setattr(part, name, [LowerTerm(nothing)] if lower == 0.0 else terms)
+        weights = {"upper_terms": upper, "lower_terms": lower, "inner_terms": lower}
+        for name, weight in weights.items():
+            terms = [term.weighted(weight) for term in getattr(self, name)]
+            setattr(part, name, [LowerTerm(nothing)] if weight == 0.0 else terms)
         part._passes = Passes(reduce)
         return part
 
@@ -268,6 +272,11 @@ class BilevelProblem:
             seconds=seconds,
         )
 
+    def episode(self, x: Tensor) -> Episode:
+        """Return f and g at a fixed x with all features kept, for a lower level of the batch."""
+        pairs = list(zip(self.lower_terms, self.inner_terms, strict=True))
+        return Episode(self._passes, self.upper_terms, pairs, x)
+
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points.
 
@@ -336,6 +345,19 @@ def _functions(name: str, given: Any) -> list[Any]:
             "functions."
         )
     return functions
+
+
+def _upper_terms(upper: Any, features: Any) -> list[LowerTerm]:
+    losses = _functions("upper", upper)
+    if features is None:
+        return [term if isinstance(term, LowerTerm) else LowerTerm(term) for term in losses]
+    parts = _functions("upper_features", features)
+    if len(parts) != len(losses):
+        raise ValueError(
+            f"`BilevelProblem` was given {len(parts)} upper_features for {len(losses)} terms of "
+            "`upper`: each term needs its own."
+        )
+    return [LowerTerm(loss, part) for loss, part in zip(losses, parts, strict=True)]
 
 
 def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:

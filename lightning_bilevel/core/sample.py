@@ -30,7 +30,7 @@ from lightning_bilevel.core.passes import (
 )
 from lightning_bilevel.core.vectors import squared_distance_on_device
 
-__all__ = ["Sample", "take_sample"]
+__all__ = ["RandomNumbers", "Sample", "take_sample"]
 
 
 class Sample(NamedTuple):
@@ -122,7 +122,7 @@ def take_sample(
             # y and z share the features, and so the graph behind them.
             shared = for_y.features is not None
             features = for_y.features_at(x)
-            numbers = _RandomNumbers(x.device)
+            numbers = RandomNumbers(x.device)
             at_y.add(for_y.loss(features, for_y.outputs_at(y)), retain=shared)
             numbers.restore()
             at_z.add(for_z.loss(features, for_z.outputs_at(z)))
@@ -165,7 +165,7 @@ def _sum_over_processes(
     return list(summed.unbind()), parts, list(shared.unbind())
 
 
-class _RandomNumbers:
+class RandomNumbers:
     """Where torch's random numbers stand, to be drawn a second time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -174,6 +174,7 @@ class _RandomNumbers:
         self._cuda_state = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
 
     def restore(self) -> None:
+        """Go back to the numbers at the start."""
         torch.set_rng_state(self._host_state)
         if self._cuda is not None and self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from lightning_bilevel.data.fresh import FreshBatches
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 
 __all__ = ["EpisodeData", "Episodes", "TaskEpisodes", "draw_episode"]
@@ -104,9 +106,8 @@ def draw_episode(
     # torch's generator accepts only 32 bits.
     generator = random.Random(key)
     classes = generator.sample(range(len(images)), ways)
-    examples = torch.stack(
-        [images[c][generator.sample(range(images.shape[1]), shots + queries)] for c in classes]
-    )
+    chosen = [generator.sample(range(images.shape[1]), shots + queries) for _ in classes]
+    examples = images[torch.tensor(classes).unsqueeze(1), torch.tensor(chosen)]
     labels = torch.arange(ways)
     return (
         examples[:, :shots].flatten(0, 1),
@@ -117,12 +118,15 @@ def draw_episode(
 
 
 class EpisodeData(FullBatchDataModule):
-    """Fixed few-shot episodes; validation and test use classes that training does not see.
+    """Few-shot episodes; validation and test use classes that training does not see.
 
     The upper level f has the query sets as its batch, ``(images, labels, index)``, where the index
     numbers the episodes. The lower level g has the support sets in the same form. Validation uses
     the :class:`Episodes` of the validation classes as loader 0, and those of the test classes as
     loader 1. Images are float32 of shape (E, N, C, H, W).
+
+    The training episodes are the same in each step. With ``tasks_per_batch`` each step has so many
+    other episodes instead, drawn from the training classes for ever.
 
     This is the base class of the ready data sets; a subclass defines :meth:`load`. Episode i of a
     split depends only on the seed, the split and i.
@@ -141,6 +145,8 @@ class EpisodeData(FullBatchDataModule):
         seed: Decides the episodes.
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
+        tasks_per_batch: Fresh episodes of each step; None has the ``n_train`` fixed ones in all
+            steps. Only a solver for mini-batches can take fresh ones.
 
     Attributes:
         image_shape: The shape of an image, (C, H, W). Set by ``setup``.
@@ -162,10 +168,13 @@ class EpisodeData(FullBatchDataModule):
         split_seed: int = 0,
         seed: int = 42,
         epoch_length: int = 10,
+        tasks_per_batch: int | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length)
         sizes = {"ways": ways, "shots": shots, "queries": queries}
         sizes |= {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
+        if tasks_per_batch is not None:
+            sizes["tasks_per_batch"] = tasks_per_batch
         for name, size in sizes.items():
             least = 2 if name == "ways" else 1
             if size < least:
@@ -190,6 +199,8 @@ class EpisodeData(FullBatchDataModule):
         self.split_sizes = classes
         self.split_seed = split_seed
         self.seed = seed
+        self.tasks_per_batch = tasks_per_batch
+        self._train_images: Tensor | None = None
 
     @property
     def n_train(self) -> int:
@@ -225,8 +236,10 @@ class EpisodeData(FullBatchDataModule):
             return
         images = self.load()
         self.image_shape = tuple(images.shape[2:])
-        splits = zip(SPLITS, self._class_splits(images), strict=True)
-        self._set({name: self._draw(name, classes) for name, classes in splits})
+        splits = dict(zip(SPLITS, self._class_splits(images), strict=True))
+        if self.tasks_per_batch is not None:
+            self._train_images = splits["train"]
+        self._set({name: self._draw(name, classes) for name, classes in splits.items()})
 
     def _set(self, episodes: dict[str, Episodes]) -> None:
         train = episodes["train"]
@@ -235,6 +248,28 @@ class EpisodeData(FullBatchDataModule):
         self.lower = (train.support, train.support_labels, index)
         self.validation = episodes["validation"]
         self.test = episodes["test"]
+
+    def train_dataloader(self) -> Any:
+        """Return the fixed episodes, or a loader of fresh ones."""
+        if self.tasks_per_batch is None:
+            return super().train_dataloader()
+        trainer = self.trainer
+        place = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        return FreshBatches(self.fresh, self.tasks_per_batch, self.epoch_length, *place)
+
+    def fresh(self, numbers: Sequence[int]) -> Episodes:
+        """Return further training episodes, which depend only on the seed and their numbers."""
+        if self._train_images is None:
+            raise ValueError(
+                f"`{type(self).__name__}.fresh()` needs `tasks_per_batch`, and `setup()` before."
+            )
+        return self._episodes(self._train_images, [f"{self.seed}/fresh/{i}" for i in numbers])
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Move a batch of fresh episodes; all others are there already."""
+        return move_data_to_device(batch, device)
 
     def val_dataloader(self) -> list[Repeated]:
         """Return the validation episodes and the test episodes."""
@@ -277,6 +312,9 @@ class TaskEpisodes(EpisodeData):
         validation: The validation episodes.
         test: The test episodes.
         epoch_length: Outer iterations per epoch.
+        tasks_per_batch: Training episodes of each step, in another order each time that all have
+            had their turn; None has all of them in all steps. Only a solver for mini-batches can
+            take batches that change.
 
     Example:
         >>> task = (torch.rand(8, 1, 16, 16), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
@@ -287,7 +325,12 @@ class TaskEpisodes(EpisodeData):
     """
 
     def __init__(
-        self, train: Episodes, validation: Episodes, test: Episodes, epoch_length: int = 10
+        self,
+        train: Episodes,
+        validation: Episodes,
+        test: Episodes,
+        epoch_length: int = 10,
+        tasks_per_batch: int | None = None,
     ) -> None:
         given = dict(zip(SPLITS, (train, validation, test), strict=True))
         for name, episodes in given.items():
@@ -305,10 +348,33 @@ class TaskEpisodes(EpisodeData):
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))
         counts = {f"n_{name}": len(episodes.support) for name, episodes in given.items()}
-        super().__init__(ways, shots, queries, **counts, epoch_length=epoch_length)
+        super().__init__(
+            ways,
+            shots,
+            queries,
+            **counts,
+            epoch_length=epoch_length,
+            tasks_per_batch=tasks_per_batch,
+        )
+        if tasks_per_batch is not None and tasks_per_batch > len(train.support):
+            raise ValueError(
+                f"`TaskEpisodes(tasks_per_batch={tasks_per_batch})` was given "
+                f"{len(train.support)} training episodes: it needs at least as many."
+            )
         self.given = given
         self.image_shape = tuple(train.support.shape[2:])
 
     def setup(self, stage: str | None = None) -> None:
         """Set the batches of both levels, and the validation and test episodes."""
         self._set(self.given)
+
+    def fresh(self, numbers: Sequence[int]) -> Episodes:
+        """Return training episodes; all have had their turn before one comes again."""
+        train = self.given["train"]
+        count = len(train.support)
+        turns = {turn: self._order(turn, count) for turn in {i // count for i in numbers}}
+        chosen = torch.tensor([turns[i // count][i % count] for i in numbers])
+        return Episodes(*(tensor[chosen] for tensor in train))
+
+    def _order(self, turn: int, count: int) -> list[int]:
+        return random.Random(f"{self.seed}/turn/{turn}").sample(range(count), count)

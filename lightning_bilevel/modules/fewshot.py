@@ -12,18 +12,22 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import Chunks, as_chunks
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.modules.figures import draw_episode
-from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt
+from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, nearest_centroid
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["FewShot"]
+
+# 20 steps of 0.5.
+TWENTY_STEPS = Adaptation()
 
 
 class FewShot(BilevelModule):
@@ -39,11 +43,17 @@ class FewShot(BilevelModule):
     The ReLU and the max-pooling of the encoder are not differentiable, so the convergence theorem
     does not cover it in the letter.
 
+    On mini-batches of fresh episodes
+    (:class:`~lightning_bilevel.data.episodes.EpisodeData` with ``tasks_per_batch``) the heads
+    belong to the batch: they start at zero in each step and are solved on the batch's features.
+
     Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
-    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
+    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``. The error
+    of nearest centroids, ``val_centroid_error`` and ``test_centroid_error``, tells how good the
+    features are whatever the scale of the heads.
 
     Args:
-        tasks: The number of training episodes, T.
+        tasks: The number of training episodes, T; on mini-batches that of a batch.
         ways: Classes of an episode.
         channels: Channels of each convolution.
         image_size: Height and width of an image.
@@ -54,6 +64,8 @@ class FewShot(BilevelModule):
             shrinks as 1/T: solver settings for 128 tasks need a unit of about sqrt(T/128).
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
+        adaptation: How the heads are solved on a mini-batch of episodes. Its ``lr`` is the step of
+            a head on the loss of its own task, whatever the number of tasks.
         solver: The solver and its arguments.
     """
 
@@ -66,6 +78,7 @@ class FewShot(BilevelModule):
         chunk_images: int = 50,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
+        adaptation: Adaptation = TWENTY_STEPS,
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
@@ -97,6 +110,8 @@ class FewShot(BilevelModule):
             lower_unit=lower_unit,
             solver=solver,
             envelope=envelope,
+            # Losses are means over the tasks, so a head's own gradient is divided by T.
+            adaptation=Adaptation(adaptation.steps, adaptation.lr * tasks),
             qualification=ConstantAffineSegments("linear softmax heads"),
         )
 
@@ -106,10 +121,20 @@ class FewShot(BilevelModule):
             [self.encoder(part) for part in torch.split(images, self._tasks_at_once(images))]
         )
 
-    def upper_loss(self, batch: Any) -> Tensor:
+    def upper_features(self, batch: Any) -> Tensor:
+        """The features of the query sets: f depends on x only through them."""
+        features: Tensor = self(batch[0])
+        return features
+
+    def upper_loss(self, batch: Any, features: Tensor) -> Tensor:
         """The mean loss on the query sets."""
-        images, labels, index = batch
-        return _loss(self.heads(self.encoder(images), index), labels)
+        _, labels, index = batch
+        return _loss(self.heads(features, index), labels)
+
+    def upper_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of f in the heads, for the inner steps on a mini-batch."""
+        _, labels, index = batch
+        return self.heads.gradient(features, labels, index)
 
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets: g depends on x only through them."""
@@ -120,6 +145,10 @@ class FewShot(BilevelModule):
         """The mean loss on the support sets, all heads in one product."""
         _, labels, index = batch
         return _loss(self.heads(features, index), labels)
+
+    def lower_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of g in the heads, likewise."""
+        return self.upper_gradient(batch, features)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""
@@ -132,10 +161,15 @@ class FewShot(BilevelModule):
         parts = []
         weights = []
         for whole, share in zip(chunks.batches, chunks.shares, strict=True):
-            size = self._tasks_at_once(whole[0])
-            for part in zip(*(torch.split(tensor, size) for tensor in whole), strict=True):
+            images, labels, index = whole
+            if index is None:
+                # Each part needs to know its heads.
+                index = torch.arange(len(images), device=images.device)
+            tensors = (images, labels, index)
+            size = self._tasks_at_once(images)
+            for part in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
                 parts.append(part)
-                weights.append(share * len(part[0]) / len(whole[0]))
+                weights.append(share * len(part[0]) / len(images))
         return Chunks(parts, weights)
 
     def _tasks_at_once(self, images: Tensor) -> int:
@@ -144,12 +178,14 @@ class FewShot(BilevelModule):
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the module."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        for argument, data_attribute, what in (
-            ("tasks", "n_train", "training episodes"),
-            ("ways", "ways", "classes in an episode"),
+        per_batch = getattr(data, "tasks_per_batch", None)
+        tasks = getattr(data, "n_train", self.tasks) if per_batch is None else per_batch
+        episodes = "training episodes" if per_batch is None else "episodes in a batch"
+        for argument, actual, what in (
+            ("tasks", tasks, episodes),
+            ("ways", getattr(data, "ways", self.ways), "classes in an episode"),
         ):
             expected = getattr(self, argument)
-            actual = getattr(data, data_attribute, expected)
             if actual != expected:
                 raise MisconfigurationException(
                     f"`FewShot({argument}={expected})` was given {actual} {what}: they must agree."
@@ -161,10 +197,35 @@ class FewShot(BilevelModule):
                 f"{'x'.join(map(str, shape))}: they must agree."
             )
 
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:
+        """Do one outer iteration."""
+        for level in ("upper", "lower"):
+            part = batch.get(level) if isinstance(batch, dict) else None
+            # Where an index names the heads, any number of tasks will do.
+            if isinstance(part, (tuple, list)) and len(part) == 3 and part[2] is None:
+                self._check_episodes(level, *part[:2])
+        super().training_step(batch, batch_idx)
+
+    def _check_episodes(self, level: str, images: Tensor, labels: Tensor) -> None:
+        if images.ndim != 5 or labels.shape != images.shape[:2]:
+            raise MisconfigurationException(
+                f"`FewShot` was given {level} images of shape {tuple(images.shape)} and labels of "
+                f"shape {tuple(labels.shape)}: they must be (tasks, images of a task, channels, "
+                "height, width) and (tasks, images of a task)."
+            )
+        if len(images) != self.tasks:
+            raise MisconfigurationException(
+                f"`FewShot(tasks={self.tasks})` was given a batch of {len(images)} {level} "
+                "episodes: it has one head for each task of a batch, so they must agree."
+            )
+
     def predict(self, episodes: Episodes) -> Tensor:
         """Fit new heads to the support sets and return the logits (E, N, ways) of the queries."""
-        weight, bias = adapt(self(episodes.support), episodes.support_labels, self.ways)
-        return torch.baddbmm(bias.unsqueeze(1), self(episodes.query), weight.transpose(1, 2))
+        return self._adapted(self(episodes.support), self(episodes.query), episodes)
+
+    def _adapted(self, support: Tensor, query: Tensor, episodes: Episodes) -> Tensor:
+        weight, bias = adapt(support, episodes.support_labels, self.ways)
+        return torch.baddbmm(bias.unsqueeze(1), query, weight.transpose(1, 2))
 
     def validation_step(self, batch: Episodes, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_queries("test" if dataloader_idx else "val", batch, add_dataloader_idx=False)
@@ -176,12 +237,19 @@ class FewShot(BilevelModule):
         return self.predict(batch)
 
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
-        logits = self.predict(episodes)
-        wrong = (logits.argmax(-1) != episodes.query_labels).float().mean()
+        support = self(episodes.support)
+        query = self(episodes.query)
+        logits = self._adapted(support, query, episodes)
+        nearest = nearest_centroid(support, episodes.support_labels, query, self.ways)
+        errors = {
+            f"{name}_error": logits.argmax(-1) != episodes.query_labels,
+            f"{name}_centroid_error": nearest != episodes.query_labels,
+        }
         # Processes have the same batch or parts of it: the mean over them is right for both.
-        options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
-        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), **options)
-        self.log(f"{name}_error", wrong, **options)
+        options |= {"sync_dist": True, "batch_size": len(logits)}
+        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), prog_bar=True, **options)
+        for tag, wrong in errors.items():
+            self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
 
     def on_train_end(self) -> None:
         """Show some validation episodes in TensorBoard."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
 
-__all__ = ["Conv4", "TaskHeads", "adapt", "sigmoid_network"]
+__all__ = ["Conv4", "TaskHeads", "adapt", "nearest_centroid", "sigmoid_network"]
 
 
 class _Block(nn.Module):
@@ -88,11 +88,38 @@ class TaskHeads(nn.Module):
         self.weight = nn.Parameter(torch.zeros(tasks, ways, features))
         self.bias = nn.Parameter(torch.zeros(tasks, ways))
 
-    def forward(self, features: Tensor, index: Tensor) -> Tensor:
-        """Return the logits (E, N, ways) of features (E, N, d); each task uses its own head."""
-        weight = self.weight.index_select(0, index)
-        bias = self.bias.index_select(0, index)
+    def forward(self, features: Tensor, index: Tensor | None) -> Tensor:
+        """Return the logits (E, N, ways) of features (E, N, d).
+
+        Task i uses the head of number index[i]; without an index, head i.
+        """
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if index is not None:
+            weight = weight.index_select(0, index)
+            bias = bias.index_select(0, index)
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
+
+    def gradient(
+        self, features: Tensor, labels: Tensor, index: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the mean cross-entropy in the weights and the biases."""
+        slope = _slope(self(features, index), labels) / labels.numel()
+        gradients = slope.transpose(1, 2) @ features, slope.sum(1)
+        if index is None:
+            return gradients
+        weight, bias = (
+            torch.zeros_like(whole).index_add_(0, index, part)
+            for whole, part in zip((self.weight, self.bias), gradients, strict=True)
+        )
+        return weight, bias
+
+
+def _slope(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return softmax - truth, the gradient of the cross-entropy of each sample in its logits."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    truth = (labels.unsqueeze(-1) == classes).to(logits)
+    return logits.softmax(-1) - truth
 
 
 def adapt(
@@ -120,6 +147,20 @@ def adapt(
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
+
+
+def nearest_centroid(support: Tensor, labels: Tensor, query: Tensor, ways: int) -> Tensor:
+    """Return for each query the class whose mean support feature is nearest.
+
+    Args:
+        support: Support features, (E, N, d).
+        labels: Their labels, (E, N).
+        query: Query features, (E, M, d).
+        ways: Classes of a task.
+    """
+    truth = torch.nn.functional.one_hot(labels, ways).to(support)
+    centroids = truth.transpose(1, 2) @ support / truth.sum(1).unsqueeze(2)
+    return torch.cdist(query, centroids).argmin(-1)
 
 
 def sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification, Verdict
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
@@ -111,6 +112,7 @@ class Declaration:
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
         scheduler: How the scheduler of the rates is made, if there is one.
+        adaptation: How the lower level is solved on a mini-batch that it belongs to.
     """
 
     upper: Level
@@ -120,11 +122,17 @@ class Declaration:
     envelope: Envelope | None
     qualification: Qualification
     scheduler: SchedulerPlan | None = None
+    adaptation: Adaptation | None = None
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
+        if self.adaptation is not None and not isinstance(self.adaptation, Adaptation):
+            raise TypeError(
+                f"`{self.upper.call}(adaptation=...)` is a {type(self.adaptation).__name__}: it "
+                "must be an `Adaptation`, such as `Adaptation(steps=20, lr=0.5)`."
+            )
         known = self.qualification
         if not isinstance(known, (str, Verdict)) and not callable(known):
             raise TypeError(

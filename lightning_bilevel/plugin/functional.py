@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -191,8 +191,11 @@ def problem_of(
     call = functions.call
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
+    has_upper_features = functions.module.upper_features is not None
 
     def upper_loss(part: Any) -> Function:
+        if has_upper_features:
+            return lambda features, y: call("upper_loss", part, features, y=y)
         return lambda x, y: call("upper_loss", part, x=x, y=y)
 
     def lower_loss(part: Any) -> Function:
@@ -205,18 +208,54 @@ def problem_of(
     def features(part: Any) -> Part:
         return lambda x: call("lower_features", part, x=x)
 
+    def upper_features(part: Any) -> Part:
+        return lambda x: call("upper_features", part, x=x)
+
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
+
+    def slope(method: str, part: Any) -> Function:
+        def flat(features: Any, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                gradients = call(method, part, features, y=y)
+            vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            if vector.shape != y.shape:
+                raise ValueError(
+                    f"`{type(functions.module).__name__}.{method}()` returned {vector.numel()} "
+                    f"numbers: the lower level has {y.numel()} trainable ones."
+                )
+            return vector
+
+        return flat
 
     upper = as_chunks(batch["upper"])
     lower = as_chunks(batch["lower"])
     upper_parts = zip(upper.batches, upper.shares, strict=True)
     lower_parts = zip(lower.batches, lower.shares, strict=True)
-    return BilevelProblem(
+    problem = BilevelProblem(
         [weighted(upper_loss(part), share) for part, share in upper_parts],
         [weighted(lower_loss(part), share) for part, share in lower_parts],
         upper_set,
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,
         outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
+        upper_features=[upper_features(part) for part in upper.batches]
+        if has_upper_features
+        else None,
     )
+    if has_upper_features and functions.module.upper_gradient is not None:
+        problem.upper_terms = [
+            replace(term, slope=weighted(slope("upper_gradient", part), share))
+            for term, part, share in zip(
+                problem.upper_terms, upper.batches, upper.shares, strict=True
+            )
+        ]
+    if has_features and functions.module.lower_gradient is not None:
+        problem.lower_terms = [
+            replace(term, slope=weighted(slope("lower_gradient", part), share))
+            for term, part, share in zip(
+                problem.lower_terms, lower.batches, lower.shares, strict=True
+            )
+        ]
+        problem.inner_terms = problem.lower_terms
+    return problem

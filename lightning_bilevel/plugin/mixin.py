@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
@@ -76,6 +77,11 @@ class BilevelMixin:
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter;
+    - optionally ``upper_features(batch)``: the part of f that depends on x alone. Then f is
+      ``upper_loss(batch, features)``, which must use no upper-level parameter;
+    - optionally ``upper_gradient(batch, features)`` and ``lower_gradient(batch, features)``: the
+      gradients of f and g in the lower-level parameters in closed form, one tensor per parameter.
+      Where the lower level belongs to the batch they take the place of autograd in the inner steps;
     - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
       batch touches, such as those of its samples. On mini-batches only these then move.
 
@@ -105,6 +111,9 @@ class BilevelMixin:
 
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
+    upper_features: Callable[..., Any] | None = None
+    upper_gradient: Callable[..., Any] | None = None
+    lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -130,6 +139,7 @@ class BilevelMixin:
         envelope: Envelope | None = None,
         qualification: Qualification = "not known",
         scheduler: SchedulerDeclared | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -154,6 +164,10 @@ class BilevelMixin:
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
                 torch optimiser.
+            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
+                of fresh few-shot episodes do, and how it is solved there. The lower-level
+                parameters are then the start of y in each step, and do not change. Runs on all data
+                are as without it.
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
@@ -172,6 +186,7 @@ class BilevelMixin:
             envelope,
             qualification,
             plan_of(call, scheduler),
+            adaptation,
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
@@ -182,7 +197,10 @@ class BilevelMixin:
         self._module().automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return f on the batch of the upper level."""
+        """Return f on the batch of the upper level.
+
+        With :attr:`upper_features`, their result is the second argument.
+        """
         raise NotImplementedError(self._missing_losses())
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -402,7 +420,8 @@ class BilevelMixin:
         """Return the certificate of the current point; None without an envelope.
 
         After a run on mini-batches f and g are evaluated in eval mode on all data, which the
-        training loaders are asked for once more.
+        training loaders are asked for once more. Where the lower level belongs to the batch
+        (``adaptation``) there is no certificate, because no y belongs to all data.
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
@@ -421,6 +440,8 @@ class BilevelMixin:
         run = self._run
         envelope = envelope or self.envelope
         stream = run.stream
+        if stream is not None and declared.adaptation is not None:
+            return None
         problem: BilevelProblem | None = None
         if stream is not None and envelope is not None:
             problem, label = stream.evaluated(batch, sample, batches, passes)
@@ -553,7 +574,8 @@ class BilevelMixin:
             extra = [] if split is None else [split(part)]
             total += float(self.lower_loss(part, *extra).detach())
         for part in as_chunks(batch["upper"]).batches:
-            total += float(self.upper_loss(part).detach())
+            extra = [] if self.upper_features is None else [self.upper_features(part)]
+            total += float(self.upper_loss(part, *extra).detach())
         return total
 
 

@@ -152,10 +152,13 @@ class Stream:
         problem = problem_of(self._at_y, batch, *sets)
         problem.inner_terms = problem_of(self._at_z, batch, *sets).lower_terms
         problem.mini_batch = True
+        problem.adaptation = self._declared.adaptation
         problem.touched = self._touched(batch["lower"])
         world = self._trainer.world_size
         if world > 1:
-            problem = problem.on_this_rank(1 / world, 1 / world, total)
+            # Where the lower level belongs to the batch, each process solves its own.
+            share = 1 / world if problem.adaptation is None else 1.0
+            problem = problem.on_this_rank(share, share, total)
         return problem
 
     @contextmanager

@@ -24,6 +24,7 @@ from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
@@ -167,6 +168,21 @@ class BilevelOptimizer(Optimizer, ABC):
             z: The inner variable, which starts at y.
         """
         raise NotImplementedError(f"`{type(self).__name__}` has no step on a mini-batch.")
+
+    def weights(self) -> Weights:
+        """Say what the method goes down on a mini-batch whose lower level belongs to it."""
+        raise BilevelError(
+            f"the lower level belongs to the mini-batch (`adaptation`), and "
+            f"{type(self).__name__} has no step for that. Use F2SA, VPBGD, MEHA or StreamingIVSP."
+        )
+
+    def observe(self, gap: float, distance: float) -> None:
+        """Take note of the gap g(x, y) - g(x, z) after a step on such a mini-batch.
+
+        Args:
+            gap: The gap on the batch.
+            distance: The squared distance of y and z.
+        """
 
     @abstractmethod
     def advance(
@@ -381,7 +397,12 @@ class BilevelOptimizer(Optimizer, ABC):
         before = dict(memory)
         try:
             x, y = self._copies(problem)
-            new_x, new_y, info, rates, shared = stream(self, problem, x, y, self._seconds)
+            if problem.adaptation is None:
+                streamed = stream(self, problem, x, y, self._seconds)
+            else:
+                self._check_episodic()
+                streamed = stream_episode(self, problem, problem.adaptation, x, y, self._seconds)
+            new_x, new_y, info, rates, shared = streamed
         except BaseException as error:
             memory.clear()
             memory.update(before)
@@ -434,9 +455,19 @@ class BilevelOptimizer(Optimizer, ABC):
                 "the units at 1."
             )
 
+    def _check_episodic(self) -> None:
+        if "lower" in self._rules or self._bound("lower") is not None:
+            name = "lower_optimizer" if "lower" in self._rules else "lower_clip"
+            raise ValueError(
+                f"`{type(self).__name__}({name}=...)` has nothing to step: the lower level belongs "
+                "to the mini-batch, on which `Adaptation(steps=..., lr=...)` solves it. Leave "
+                f"`{name}` out."
+            )
+
     def _copies(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
         """Return copies of x and y; the start of a run is projected onto the sets."""
-        if self.inner_name not in self.memory:
+        begins = self.memory["iteration"] == self.memory.get("skipped", 0)
+        if begins or (problem.adaptation is None and self.inner_name not in self.memory):
             return self._read(problem)
         x, y = (
             torch.cat(

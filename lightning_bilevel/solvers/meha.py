@@ -16,6 +16,7 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
@@ -183,6 +184,12 @@ class MEHA(BilevelOptimizer):
             {**constants, **steps},
             {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
         )
+
+    def weights(self) -> Weights:
+        k = self.memory["iteration"]
+        c = value_at(self.constants["c"], k)
+        rate = value_at(self.constants["alpha"], k)
+        return Weights(1 / c, 1.0, rho=self.constants["gamma"], multiplier=c, rate=rate)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         k = self.memory["iteration"]

@@ -18,7 +18,7 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.record import StreamInfo
 
-__all__ = ["Directions", "Streamed", "Streaming", "Variable", "stream"]
+__all__ = ["Directions", "Streamed", "Streaming", "Variable", "skip_batch", "stream", "x_moves"]
 
 Variable = Literal["upper", "lower", "inner"]
 
@@ -113,11 +113,11 @@ def stream(
         sample = problem.sample(x, y, z, distance=solver.measures_distance, seconds=seconds)
     except NonFiniteError as error:
         # The times of the processes are lost with the batch.
-        return Streamed(x, y, _skip(solver, error), None, 0.0)
+        return Streamed(x, y, skip_batch(solver, error), None, 0.0)
     k = memory["iteration"]
     to = solver.directions(sample, x, y, z)
     at_x, at_y, at_z = to.rates
-    if _x_moves(solver.constants, k):
+    if x_moves(solver.constants, k):
         x = solver.move_("upper", x, to.upper, at_x, problem.upper_set, problem.touched)
     y = solver.move_("lower", y, to.lower, at_y, problem.lower_set)
     memory[solver.inner_name] = solver.move_("inner", z, to.inner, at_z, problem.lower_set)
@@ -135,13 +135,14 @@ def stream(
     return Streamed(x, y, info, (at_x, at_y), sample.seconds)
 
 
-def _x_moves(constants: dict[str, Any], k: int) -> bool:
+def x_moves(constants: dict[str, Any], k: int) -> bool:
     """Tell whether x moves in iteration k: every so many iterations, after the warm-up."""
     after: int = k + 1 - constants["warmup"]
     return after > 0 and after % constants["x_every"] == 0
 
 
-def _skip(solver: Streaming, error: NonFiniteError) -> StreamInfo:
+def skip_batch(solver: Streaming, error: NonFiniteError) -> StreamInfo:
+    """Count a batch that is left out, and return its record; too many in a row end the run."""
     memory = solver.memory
     memory["skipped"] = memory.get("skipped", 0) + 1
     memory["skipped_in_a_row"] = memory.get("skipped_in_a_row", 0) + 1

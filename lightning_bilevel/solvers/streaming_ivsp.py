@@ -15,6 +15,7 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import step_constants
@@ -163,9 +164,21 @@ class StreamingIVSP(BilevelOptimizer):
         r""":math:`\lambda` of the last step; None before the first."""
         return self.memory.get("multiplier")
 
+    def weights(self) -> Weights:
+        c = self.constants
+        # One step behind: the gap of this batch is known only after y was solved on it. The first
+        # step has the largest phi.
+        multiplier = self.memory.get("multiplier", 1 / c["gamma"])
+        rate = value_at(c["alpha"], self.memory["iteration"])
+        phi = multiplier * c["gamma"]
+        return Weights(c["gamma"], phi, rho=c["rho"], multiplier=multiplier, rate=rate)
+
+    def observe(self, gap: float, distance: float) -> None:
+        self.memory["multiplier"] = self._weight(gap, distance) / self.constants["gamma"]
+
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants
-        phi = self._weight(sample)
+        phi = self._weight(sample.gap, sample.distance)
         multiplier = phi / c["gamma"]
         self.memory["multiplier"] = multiplier
         d_y = self.room("lower direction", [y])
@@ -188,13 +201,13 @@ class StreamingIVSP(BilevelOptimizer):
             rates=(alpha, beta, eta),
         )
 
-    def _weight(self, sample: Sample) -> float:
+    def _weight(self, gap: float, distance: float) -> float:
         """Track the gap and return phi."""
         c = self.constants
         memory = self.memory
-        gap = sample.gap - sample.distance / (2 * c["rho"]) - c["delta"]
-        tracked = _DECAY * memory.get("gap", gap) + (1 - _DECAY) * gap
-        variance = _DECAY * memory.get("variance", 0.0) + (1 - _DECAY) * (gap - tracked) ** 2
+        relaxed = gap - distance / (2 * c["rho"]) - c["delta"]
+        tracked = _DECAY * memory.get("gap", relaxed) + (1 - _DECAY) * relaxed
+        variance = _DECAY * memory.get("variance", 0.0) + (1 - _DECAY) * (relaxed - tracked) ** 2
         memory["gap"] = tracked
         memory["variance"] = variance
         deviation = math.sqrt(variance * (1 - _DECAY) / (1 + _DECAY))

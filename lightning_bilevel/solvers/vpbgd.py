@@ -12,6 +12,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
@@ -119,6 +120,11 @@ class VPBGD(BilevelOptimizer):
             {"lr": alpha, **constants, **steps},
             {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
         )
+
+    def weights(self) -> Weights:
+        c = self.constants
+        gamma = value_at(c["gamma"], self.memory["iteration"])
+        return Weights(upper=1.0, gap=gamma, rho=None, multiplier=gamma, rate=c["alpha"])
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants

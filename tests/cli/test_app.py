@@ -491,7 +491,7 @@ def test_every_config_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its arguments exist; with its data at hand, it makes a step (few-shot: a certificate)."""
-    assert read_config(config).solver.lower() == config.stem.split("_")[0]
+    assert config.stem.replace("_", "").startswith(read_config(config).solver.lower())
     source = yaml.safe_load(config.read_text())["data"]["class_path"]
     options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
     if source in FOLDERS:
@@ -508,8 +508,11 @@ def test_every_config_runs(
             "--model.channels=4",
             *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test")),
         ]
+    fresh = source.endswith("Episodes") and config.parent.name.endswith("_mini_batches")
+    if fresh:
+        options.append("--data.init_args.tasks_per_batch=2")
     fit(tmp_path, *options, config=config)
-    if source.endswith("Episodes"):
+    if source.endswith("Episodes") and not fresh:
         printed = capsys.readouterr().out
         assert "KKT stationarity" in printed
         assert (
