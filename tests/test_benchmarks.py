@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("sklearn")
 
 from benchmarks import __main__ as command
-from benchmarks import boat, memory, results, target, tasks
+from benchmarks import baselines, boat, memory, results, target, tasks
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import exponent, in_turns, ratio
-from lightning_bilevel import DigitsCleaning
+from lightning_bilevel import Baseline, DigitsCleaning
 
 TINY = tasks.Size(
     n=20,
@@ -66,6 +66,32 @@ def test_those_that_are_there_are_not_run_again_unless_they_are_named(
     assert ran[-1] == ["growth"]
     with pytest.raises(SystemExit):
         command.main(["nothing"])
+
+
+def test_baselines_are_a_table_of_means_and_half_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(task: str, seed: int, seconds: float, clean: int | None) -> list[Baseline]:
+        assert (task, seconds, clean) == ("digits", 60.0, None)
+        oracle = Baseline("oracle", {"test_error": 0.1}, 2.0)
+        return [Baseline("simple", {"test_error": 0.1 * seed, "iteration": 10 + seed}, 1.0), oracle]
+
+    monkeypatch.setattr(baselines, "baselines", made)
+    baselines.main(["digits", "--seeds", "1", "2", "6", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "| digits | test_error | iteration | seconds |",
+        "| --- | --- | --- | --- |",
+        "| simple | 0.300 ± 0.250 | 13 ± 2 | 1.0 |",
+        "| oracle | 0.100 ± 0.000 |  | 2.0 |",
+    ]
+    saved = json.loads((tmp_path / "baselines-digits.json").read_text())
+    assert saved["6"][0] == {
+        "name": "simple",
+        "metrics": {"test_error": pytest.approx(0.6), "iteration": 16},
+        "seconds": 1.0,
+    }
+    with pytest.raises(SystemExit):
+        baselines.main(["nothing"])
 
 
 def test_an_exponent_is_that_of_the_power_law() -> None:
