@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 __all__ = ["TASKS", "Task", "folder", "listing", "main", "ready", "with_ready_configs"]
 
+# How the names of tasks on mini-batches end.
+_STREAMED = "_mini_batches"
 _HERE = Path(__file__).parents[1]
 
 
 class Task(NamedTuple):
-    """A folder of configs, one for each method.
+    """A folder of configs, one for each method. Mini-batches are for the streaming methods alone.
 
     Attributes:
         name: The name of the folder.
         about: A description of the problem.
         data: The data and packages that it needs besides the library.
-        time: The duration of a fit with IVSP on one or two CPU cores.
+        time: The duration of a fit with IVSP (StreamingIVSP) on one or two CPU cores.
     """
 
     name: str
@@ -43,6 +45,24 @@ TASKS = (
         "find wrong labels among 5,000 garments",
         "FashionMNIST, 53 MB, extra [examples]",
         "about a minute",
+    ),
+    Task(
+        "digits_mini_batches",
+        "1,000 digits, 100 trusted, mini-batches",
+        "none, extra [examples]",
+        "half a minute",
+    ),
+    Task(
+        "mnist_mini_batches",
+        "59,000 digits, 100 trusted, mini-batches",
+        "MNIST, 53 MB, extra [examples]",
+        "half a minute",
+    ),
+    Task(
+        "fashion_mnist_mini_batches",
+        "59,000 garments, 100 trusted, mini-batches",
+        "FashionMNIST, 53 MB, extra [examples]",
+        "half a minute",
     ),
     Task(
         "omniglot_cpu",
@@ -114,7 +134,9 @@ def listing() -> str:
         task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml"))
         for task in TASKS
     }
+    streamed = {name: methods.pop(name) for name in list(methods) if name.endswith(_STREAMED)}
     shared = sorted(set.intersection(*map(set, methods.values())))
+    on_mini_batches = sorted(set.intersection(*map(set, streamed.values())))
     more = [
         f"{name}/{method}"
         for name, own_methods in methods.items()
@@ -126,6 +148,7 @@ def listing() -> str:
             *map("  ".join, rows),
             "",
             f"Each task has one config per method: {', '.join(shared)}; and {', '.join(more)}.",
+            f"Those on mini-batches have: {', '.join(on_mini_batches)}.",
             "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
             "  lightning-bilevel fit --config synthetic/ivsp --print_config    "
             "see all settings; write your own from them",

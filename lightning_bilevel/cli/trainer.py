@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
 from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.data.fullbatch import FullBatchDataModule
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -144,5 +145,9 @@ class BilevelTrainer(Trainer):
             )
             module = cast(LightningModule, model)
             self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
+        # Data that train on mini-batches have the full batch too.
+        full = isinstance(datamodule, FullBatchDataModule)
+        kind = FullBatchDataModule if full else type(datamodule)
+        loader = kind.train_dataloader(cast(Any, datamodule))
+        batch = self.precision_plugin.convert_input(next(iter(loader)))
         return move_data_to_device(batch, self.strategy.root_device)

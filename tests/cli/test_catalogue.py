@@ -67,10 +67,10 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
     ]
     assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
+    assert "Those on mini-batches have: f2sa, streaming_ivsp." in lines
     for task in TASKS:
-        data = yaml.safe_load((folder() / task.name / "ivsp.yaml").read_text())["data"][
-            "class_path"
-        ]
+        config = next((folder() / task.name).glob("*ivsp.yaml")).read_text()
+        data = yaml.safe_load(config)["data"]["class_path"]
         downloads = data in ("MNISTCleaning", "FashionMNISTCleaning", "OmniglotEpisodes")
         assert task.data.startswith("none") != downloads, task.name
 
