@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.batches import check_batch, check_not_ended
 from lightning_bilevel.plugin.declaration import Declaration
@@ -29,6 +29,10 @@ __all__ = ["MINI_BATCH_TOLERANCE", "Stream", "check_yielded", "has_changing_batc
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
+_CARRY = (
+    "Carry the number of each sample in the batch, as in `TensorDataset(inputs, labels, "
+    "torch.arange(n))`."
+)
 # The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
 MINI_BATCH_TOLERANCE = 1e-3
 
@@ -71,6 +75,29 @@ class _Twin(Shadow):
         self.copy = self.live
 
 
+class _Losses(ModuleFunctions):
+    """The losses on mini-batches; the first one tells whether they are made for them."""
+
+    worked = False
+
+    def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        try:
+            result = super()._run(method, args)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if self.worked:
+                raise
+            raise MisconfigurationException(
+                f"`{type(self.module).__name__}.{method}` fails on the first mini-batch "
+                f"({type(error).__name__}: {error}). A loss must be a mean over whichever samples "
+                "it is given, and must find what belongs to a sample by its number, carried in the "
+                "batch, as in `self.logits[index]`."
+            ) from error
+        self.worked = self.worked or method == "lower_loss"
+        return result
+
+
 class Stream:
     """What a run on mini-batches keeps from step to step.
 
@@ -98,8 +125,8 @@ class Stream:
         context = trainer.precision_plugin.forward_context if mixed else None
         self._mixed = mixed
         levels = declared.upper.parameters, declared.lower.parameters
-        self._at_y = ModuleFunctions(module, *levels, shadow=None, context=context)
-        self._at_z = ModuleFunctions(module, *levels, shadow=_Twin, context=context)
+        self._at_y = _Losses(module, *levels, shadow=None, context=context)
+        self._at_z = _Losses(module, *levels, shadow=_Twin, context=context)
         self._examined = False
         self._first: dict[str, Any] | None = None
         saved = saved or {}
@@ -108,7 +135,7 @@ class Stream:
         watched = any(getattr(c, "looks_at_certificates", False) for c in trainer.callbacks)
         self._kept = SAMPLE if watched else 0
         self.sample: list[dict[str, Any]] = []
-        self._sampled: Data | None = None
+        self._sampled: tuple[int, Data] | None = None
         self._whole: tuple[int, Data] | None = None
         self._problem: tuple[Data, int, BilevelProblem] | None = None
 
@@ -120,7 +147,7 @@ class Stream:
         check_batch(call, batch)
         self._first = self._first or batch
         if len(self.sample) < self._kept:
-            self.sample.append(batch)
+            self.sample.append(move_data_to_device(batch, "cpu"))
         sets = self._declared.upper.feasible, self._declared.lower.feasible
         problem = problem_of(self._at_y, batch, *sets)
         problem.inner_terms = problem_of(self._at_z, batch, *sets).lower_terms
@@ -140,20 +167,7 @@ class Stream:
         if not self._examined:
             before = [twin.copy.clone() for twin in self._at_z.shadows]
         with self._numbers.drawn(), self._full_precision():
-            try:
-                yield
-            except (BilevelError, MisconfigurationException, torch.OutOfMemoryError):
-                raise
-            except (RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if self._examined:
-                    raise
-                call = type(self._module).__name__
-                raise MisconfigurationException(
-                    f"the losses of `{call}` fail on the first mini-batch "
-                    f"({type(error).__name__}: {error}). Each must be a mean over whichever samples "
-                    "it is given, and must find what belongs to a sample by its number, carried in "
-                    "the batch, as in `self.logits[index]`."
-                ) from error
+            yield
         if not self._examined:
             # torch's batch normalisation writes to a buffer without a new version of it.
             for twin, old in zip(self._at_z.shadows, before, strict=True):
@@ -175,8 +189,9 @@ class Stream:
             check_batch(type(self._module).__name__, batch)
             data = Data(batch, "the given batch, in eval mode")
         elif sample and self.sample:
-            self._sampled = self._sampled or kept(self.sample)
-            data = self._sampled
+            if self._sampled is None or self._sampled[0] != len(self.sample):
+                self._sampled = len(self.sample), kept(self.sample)
+            data = self._sampled[1]
         else:
             if self._whole is None or self._whole[0] != batches:
                 self._whole = batches, gathered(self._trainer, batches)
@@ -230,15 +245,19 @@ class Stream:
         if indices_of is None:
             return None
         call = f"{type(self._module).__name__}.upper_indices"
-        indices = indices_of(batch)
+        try:
+            indices = indices_of(batch)
+        except (IndexError, KeyError, AttributeError) as error:
+            raise MisconfigurationException(
+                f"`{call}(batch)` does not find the numbers of the samples in the batch "
+                f"({type(error).__name__}: {error}): {_CARRY}"
+            ) from error
         count = sum(p.numel() for p in self._declared.upper.parameters)
         if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
             kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
             raise MisconfigurationException(
                 f"`{call}(batch)` returned {kind}: it must return the numbers of the upper-level "
-                "variables that the batch touches, as a tensor of whole numbers. Carry the number "
-                "of each sample in the batch, as in `TensorDataset(inputs, labels, "
-                "torch.arange(n))`."
+                f"variables that the batch touches, as a tensor of whole numbers. {_CARRY}"
             )
         indices = indices.reshape(-1).long()
         mask = torch.zeros(count, dtype=torch.uint8, device=self._trainer.strategy.root_device)
