@@ -92,9 +92,7 @@ def train_kept(data: Any, kept: Tensor) -> nn.Module:
     """Train on the noisy samples that are kept and on the trusted ones."""
     images, labels, _ = data.lower
     clean_images, clean_labels = data.upper
-    return train(
-        torch.cat([images[kept], clean_images]), torch.cat([labels[kept], clean_labels])
-    )
+    return train(torch.cat([images[kept], clean_images]), torch.cat([labels[kept], clean_labels]))
 
 
 @torch.no_grad()
@@ -209,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corruption", type=float, default=0.6)
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
-    parser.add_argument("--judge", type=int, default=0, help="trusted samples held out to choose by")
+    parser.add_argument("--judge", type=int, default=0, help="clean samples held out")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--runs", nargs="+", default=["0/0", "1/1", "2/2"], help="seed/split")
     for name, default in Settings()._asdict().items():

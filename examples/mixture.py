@@ -58,9 +58,8 @@ class Mixture(BilevelModule):
         return self.network(batch[0]).mean()
 
     def lower_loss(self, batch: list[Tensor]) -> Tensor:
-        rows, source = batch
-        weights = self.logits.softmax(0)[source]
-        return weights @ self.network(rows) / weights.sum()
+        weights = self.logits.softmax(0)[batch[1]]
+        return weights @ self.network(batch[0]) / weights.sum()
 
 
 class Noise(Callback):
@@ -76,10 +75,10 @@ class Noise(Callback):
 def loaders(sources: int, seed: int) -> dict[str, DataLoader[Any]]:
     generator = torch.Generator().manual_seed(seed)
     text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp(max=127)
+    rows = torch.tensor(list(text)).clamp(max=127)
     rows = rows[: len(rows) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     rows = rows[torch.randperm(len(rows), generator=generator)[: 128 + sources * ROWS]]
-    clean, mixed = rows[:128], rows[128:]
+    clean, mixed = rows.tensor_split([128])
     order = torch.rand(mixed.shape, generator=generator).argsort(1)
     order[:ROWS] = torch.arange(LENGTH + 1)  # the first source stays as it is
     source = torch.arange(sources).repeat_interleave(ROWS)

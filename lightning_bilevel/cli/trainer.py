@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,9 +146,9 @@ class BilevelTrainer(Trainer):
             )
             module = cast(LightningModule, model)
             self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        # Data that train on mini-batches have the full batch too.
-        full = isinstance(datamodule, FullBatchDataModule)
-        kind = FullBatchDataModule if full else type(datamodule)
-        loader = kind.train_dataloader(cast(Any, datamodule))
+        loader = datamodule.train_dataloader()
+        if isinstance(loader, Mapping) and isinstance(datamodule, FullBatchDataModule):
+            # Data that are trained on by mini-batches: look at all of them.
+            loader = FullBatchDataModule.train_dataloader(datamodule)
         batch = self.precision_plugin.convert_input(next(iter(loader)))
         return move_data_to_device(batch, self.strategy.root_device)
