@@ -19,6 +19,7 @@ NAMES = [
     "regularisation",
     "imbalance",
     "simplex_weights",
+    "mixture",
     "own_solver",
     "walkthrough",
 ]
@@ -102,3 +103,14 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert certificate.stationarity < 0.1
     assert certificate.feasibility < 0.01
     assert certificate.own_multiplier
+
+
+@pytest.mark.integration
+def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("mixture", tmp_path, monkeypatch)
+    assert list(found) == ["F2SA, 2 sources", "StreamingIVSP, 2 sources"]
+    for weights in found.values():
+        assert len(weights) == 60
+        assert weights[0] == pytest.approx(0.5, abs=0.01)
+        # AdamW moves each of the two logits by its rate, at most: 1/(1 + e^1.2) = 0.23.
+        assert 0.22 < weights[-1] < 0.35

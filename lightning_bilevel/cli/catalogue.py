@@ -47,6 +47,24 @@ TASKS = (
         "about a minute",
     ),
     Task(
+        "digits_mini_batches",
+        "1,000 digits, 100 trusted, mini-batches",
+        "none, extra [examples]",
+        "half a minute",
+    ),
+    Task(
+        "mnist_mini_batches",
+        "59,000 digits, 100 trusted, mini-batches",
+        "MNIST, 53 MB, extra [examples]",
+        "half a minute",
+    ),
+    Task(
+        "fashion_mnist_mini_batches",
+        "59,000 garments, 100 trusted, mini-batches",
+        "FashionMNIST, 53 MB, extra [examples]",
+        "half a minute",
+    ),
+    Task(
         "omniglot_cpu",
         "few-shot learning, a size for two CPU cores",
         "Omniglot, 14 MB, extra [examples]",

@@ -37,8 +37,8 @@ class MethodConfig:
     def task(self) -> dict[str, Any]:
         """The settings that decide data, split and start."""
         values = self.values
-        # Solver and units do not change the problem, and the envelope is for evaluation only.
-        for argument in ("solver", "upper_unit", "lower_unit", "envelope"):
+        # Solver, rates and units do not change the problem; the envelope is for evaluation only.
+        for argument in ("solver", "scheduler", "upper_unit", "lower_unit", "envelope"):
             values["model"]["init_args"].pop(argument, None)
         return {
             "seed_everything": values["seed_everything"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
 from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.data.fullbatch import FullBatchDataModule
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -147,5 +149,9 @@ class BilevelTrainer(Trainer):
             )
             module = cast(LightningModule, model)
             self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        batch = self.precision_plugin.convert_input(next(iter(datamodule.train_dataloader())))
+        loader = datamodule.train_dataloader()
+        if isinstance(loader, Mapping) and isinstance(datamodule, FullBatchDataModule):
+            # Data that are trained on by mini-batches: look at all of them.
+            loader = FullBatchDataModule.train_dataloader(datamodule)
+        batch = self.precision_plugin.convert_input(next(iter(loader)))
         return move_data_to_device(batch, self.strategy.root_device)

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
@@ -21,6 +23,7 @@ from lightning_bilevel.data.samples import (
     length,
     read_dataset,
 )
+from lightning_bilevel.data.tables import TensorTable, as_it_is
 
 __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
@@ -44,12 +47,16 @@ class Parts(Repeated):
 
 
 class CleaningData(FullBatchDataModule):
-    """A training set with wrong labels and a clean validation set, each as a full batch.
+    """A training set with wrong labels and a clean validation set, as full or mini-batches.
 
     The upper level f has the validation set as its batch, ``(images, labels)``. The lower level g
     has the training set, ``(images, noisy labels, index)``, where the index numbers the samples.
     Validation uses the validation set as loader 0 and the test set as loader 1. Images are float32
     of shape (N, C, H, W).
+
+    With a batch size both levels come from ordinary DataLoaders in random order, each of its own
+    length: an epoch goes through the longer one once and starts the shorter one again. The samples
+    of a lower batch still carry their numbers. Validation and test sets are not split by it.
 
     This is the base class of the ready data sets. For your own data use :meth:`from_datasets`, or
     write a subclass with :meth:`load`. All random draws depend on the seed alone: they neither use
@@ -66,6 +73,11 @@ class CleaningData(FullBatchDataModule):
             at the end of an epoch.
         chunk_size: The largest number of samples that are evaluated at once; None evaluates each
             set as a whole.
+        batch_size: The number of training samples in a mini-batch, for solvers that are
+            ``stochastic``; None trains on full batches. An epoch is then one pass over the data,
+            and ``epoch_length`` is not used.
+        upper_batch_size: The number of validation samples in a mini-batch; None takes
+            ``batch_size``. A set that is smaller is taken whole.
 
     Attributes:
         n_train: The number of training samples.
@@ -92,6 +104,8 @@ class CleaningData(FullBatchDataModule):
         seed: int = 0,
         epoch_length: int = 100,
         chunk_size: int | None = None,
+        batch_size: int | None = None,
+        upper_batch_size: int | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length)
         sizes = {
@@ -99,10 +113,17 @@ class CleaningData(FullBatchDataModule):
             "n_validation": n_validation,
             "n_test": n_test,
             "chunk_size": chunk_size,
+            "batch_size": batch_size,
+            "upper_batch_size": upper_batch_size,
         }
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least 1.")
+        if upper_batch_size is not None and batch_size is None:
+            raise ValueError(
+                f"`{type(self).__name__}(upper_batch_size={upper_batch_size})` needs `batch_size` "
+                "too: mini-batches are for both levels, full batches for both."
+            )
         check_corruption(type(self).__name__, corruption, kind)
         self.n_train = n_train
         self.n_validation = n_validation
@@ -111,6 +132,8 @@ class CleaningData(FullBatchDataModule):
         self.kind = kind
         self.seed = seed
         self.chunk_size = chunk_size
+        self.batch_size = batch_size
+        self.upper_batch_size = upper_batch_size
 
     @classmethod
     def from_datasets(  # type: ignore[override]  # Lightning's has the arguments of DataLoaders
@@ -181,6 +204,27 @@ class CleaningData(FullBatchDataModule):
         self.upper = self.validation = self._batch(*sets["validation"])
         self.test = self._batch(*sets["test"]) if "test" in sets else None
 
+    def train_dataloader(self) -> Any:
+        """Return the full batch again and again, or a loader of mini-batches for each level."""
+        if self.batch_size is None:
+            return super().train_dataloader()
+        sizes = {"upper": self.upper_batch_size or self.batch_size, "lower": self.batch_size}
+        return {
+            level: DataLoader(
+                TensorTable(*self._whole(getattr(self, level))),
+                batch_size=size,
+                shuffle=True,
+                collate_fn=as_it_is,
+            )
+            for level, size in sizes.items()
+        }
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        # Full batches were moved once; for these this changes nothing.
+        return move_data_to_device(batch, device)
+
     def val_dataloader(self) -> list[Repeated]:
         """Return the validation set and, if there is one, the test set."""
         return [self._parts(batch) for batch in (self.validation, self.test) if batch is not None]
@@ -203,6 +247,9 @@ class CleaningData(FullBatchDataModule):
         if self.chunk_size is None:
             return tensors
         return list(zip(*(torch.split(tensor, self.chunk_size) for tensor in tensors), strict=True))
+
+    def _whole(self, batch: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.cat(parts) for parts in zip(*as_chunks(batch).batches, strict=True))
 
     def _parts(self, batch: Any) -> Repeated:
         return Parts(self._loader(as_chunks(batch).batches, 1).batch)

@@ -21,6 +21,7 @@ from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
 from lightning_bilevel.modules.retraining import fresh_copy
 from lightning_bilevel.plugin.mixin import BilevelModule
+from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
@@ -41,6 +42,12 @@ class HyperCleaning(BilevelModule):
     :math:`\sigma`, cross-entropy :math:`\ell`, and all variables in [-100, 100]. Weights start at
     1/2; the weight of a sample falls if its label contradicts the validation data.
 
+    With ``weighted_mean`` the lower level is :math:`\sum_i w_i \ell_i / \sum_i w_i` with
+    :math:`w_i = \sigma(x_i)`, for mini-batches and few clean samples. A common factor of all
+    weights changes no minimiser of either form, but it changes the value of the mean above, which
+    all weights together then bring down. Of a batch (or a chunk) it is the mean of that batch, so
+    over several it is not quite the one of all samples.
+
     Validation logs ``val_loss``, ``test_error`` and, if the data know which labels are wrong,
     two measures of how well low weights identify wrong labels: ``auroc``, and ``missed_errors``,
     the share of wrong labels that are not among as many samples of lowest weight as there are wrong
@@ -57,9 +64,14 @@ class HyperCleaning(BilevelModule):
         upper_unit: The unit of x for the solver. The gradient in x is about n times smaller than
             the gradient in y. With a unit of 1 the weights hardly move while the classifier is
             trained; with a unit of some hundreds they separate.
+        weighted_mean: Whether to divide by the sum of the weights, not by n.
+        upper_bound: The bound of x. At 8 a weight is 0 or 1 to three digits; mini-batches then need
+            not move it back from far away.
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
         solver: The solver and its arguments.
+        scheduler: Makes a torch scheduler from the solver, which then steps at every iteration; for
+            solvers with torch optimisers.
     """
 
     def __init__(
@@ -70,8 +82,11 @@ class HyperCleaning(BilevelModule):
         classes: int = 10,
         classifier: nn.Module | None = None,
         upper_unit: float = 1.0,
+        weighted_mean: bool = False,
+        upper_bound: float = BOUND,
         envelope: Envelope | None = None,
         solver: SolverCallable = IVSP,
+        scheduler: SchedulerCallable | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -83,7 +98,12 @@ class HyperCleaning(BilevelModule):
             least = 2 if name == "classes" else 1
             if value < least:
                 raise ValueError(f"`HyperCleaning({name}={value})` must be at least {least}.")
+        if not 0 < upper_bound < math.inf:
+            raise ValueError(
+                f"`HyperCleaning(upper_bound={upper_bound})` must be positive and finite."
+            )
         self.classes = classes
+        self.weighted_mean = weighted_mean
         # The number of pixels; it is not checked for the user's own classifier.
         self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
@@ -92,7 +112,7 @@ class HyperCleaning(BilevelModule):
         self.declare(
             upper=self.logits,
             lower=self.classifier,
-            upper_set=Box(-BOUND, BOUND),
+            upper_set=Box(-upper_bound, upper_bound),
             lower_set=Box(-BOUND, BOUND),
             upper_unit=upper_unit,
             solver=solver,
@@ -100,6 +120,7 @@ class HyperCleaning(BilevelModule):
             qualification=(
                 ReweightedSigmoidNetwork(hidden, classes) if classifier is None else Reweighted()
             ),
+            scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
         )
 
     @property
@@ -134,7 +155,15 @@ class HyperCleaning(BilevelModule):
         """The mean weighted loss on noisy data; a batch carries the indices of its samples."""
         # The backward pass of plain indexing takes longer than the sigmoid and the mean together,
         # so we use index_select.
-        return (self.logits.index_select(0, batch[2]).sigmoid() * losses).mean()
+        weights = self.logits.index_select(0, batch[2]).sigmoid()
+        if self.weighted_mean:
+            return weights @ losses / weights.sum()
+        return (weights * losses).mean()
+
+    def upper_indices(self, batch: Any) -> Tensor:
+        """The weights that a batch speaks of: those of its samples."""
+        index: Tensor = batch[2]
+        return index
 
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the module."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
 
-__all__ = ["Conv4", "TaskHeads", "adapt", "nearest_centroid", "sigmoid_network"]
+__all__ = ["MLP", "Conv4", "TaskHeads", "adapt", "nearest_centroid", "sigmoid_network"]
 
 
 class _Block(nn.Module):
@@ -178,3 +178,18 @@ def sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:
         for parameter in network.parameters():
             parameter.copy_(0.01 * torch.randn_like(parameter))
     return network
+
+
+class MLP(nn.Sequential):
+    """A network of one hidden layer of rectified linear units, with torch's own start.
+
+    Args:
+        inputs: The number of pixels of an image.
+        hidden: The hidden units.
+        classes: The number of classes.
+    """
+
+    def __init__(self, inputs: int = 784, hidden: int = 128, classes: int = 10) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+        )

@@ -1,0 +1,198 @@
+"""Hyper-cleaning on mini-batches: the weighted mean, the touched weights, YAML."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from modules import MILD
+from places import CONFIGS
+from running import fit, trainer
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.utils.data import TensorDataset
+
+from lightning_bilevel import F2SA, CleaningData, HyperCleaning, StreamingIVSP, TableRMS
+from lightning_bilevel.__main__ import main
+from lightning_bilevel.cli.compare import compare
+from lightning_bilevel.modules.networks import MLP
+
+STREAMED = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=partial(AdamW, lr=1e-2))
+ON_MINI_BATCHES = [path.name for path in sorted(CONFIGS.glob("*_mini_batches"))]
+
+
+def module(**options: Any) -> HyperCleaning:
+    torch.manual_seed(0)
+    return HyperCleaning(
+        n_train=23, classifier=MLP(4, 6, 4), classes=4, **{"solver": STREAMED, **options}
+    )
+
+
+def data() -> CleaningData:
+    torch.manual_seed(0)
+    return CleaningData.from_datasets(
+        TensorDataset(torch.rand(23, 1, 2, 2), torch.arange(23) % 4),
+        TensorDataset(torch.rand(9, 1, 2, 2), torch.arange(9) % 4),
+        corruption=0.4,
+        batch_size=5,
+    )
+
+
+def batch() -> Any:
+    return next(iter(data().train_dataloader()["lower"]))
+
+
+def test_the_weighted_mean_is_divided_by_the_weights() -> None:
+    ours = module(weighted_mean=True)
+    with torch.no_grad():
+        ours.logits.normal_()
+    part = batch()
+    losses = cross_entropy(ours(part[0]), part[1], reduction="none").tolist()
+    weights = ours.weights[part[2]].tolist()
+    expected = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    found = ours.lower_loss(part, ours.lower_outputs(part)).detach()
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_that_are_all_equal_have_no_common_way_down() -> None:
+    """The reason for the weighted mean: mean(w l) pulls all weights down together."""
+    for weighted, pull in ((True, False), (False, True)):
+        ours = module(weighted_mean=weighted)
+        part = batch()
+        ours.lower_loss(part, ours.lower_outputs(part)).backward()
+        gradient = ours.logits.grad
+        assert gradient is not None
+        # Along a common factor of all weights, that is along (1, ..., 1) from equal weights.
+        assert (float(gradient.sum()) > 0.1) == pull
+        if weighted:
+            assert float(gradient.sum()) == pytest.approx(0.0, abs=1e-7)
+
+
+def test_only_the_weights_of_the_batch_move(tmp_path: Any) -> None:
+    ours = module(weighted_mean=True)
+    seen: list[int] = []
+    step = ours.lower_outputs
+
+    def spy(part: Any) -> Any:
+        seen.extend(part[2].tolist())
+        return step(part)
+
+    ours.lower_outputs = spy  # type: ignore[method-assign]
+    trainer(tmp_path, max_steps=2).fit(ours, datamodule=data())
+    untouched = sorted(set(range(23)) - set(seen))
+    assert len(set(seen)) == 10
+    assert torch.equal(ours.logits[untouched], torch.zeros(13))
+
+
+def test_weights_stay_within_their_bound(tmp_path: Any) -> None:
+    ours = module(upper_bound=2.0)
+    trainer(tmp_path, max_epochs=4).fit(ours, datamodule=data())
+    assert float(ours.logits.detach().abs().max()) == 2.0
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bound_that_is_none_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match=r"upper_bound=.*must be positive and finite"):
+        module(upper_bound=bound)
+
+
+def test_what_is_known_of_the_qualification() -> None:
+    envelope = partial(HyperCleaning, n_train=2, inputs=2, hidden=2, classes=2, solver=MILD)
+
+    def said(ours: HyperCleaning) -> str:
+        return str(ours._declaration.qualification(ours.envelope))  # type: ignore[operator,arg-type]
+
+    assert said(envelope()).startswith("holds")
+    # delta = 1e-3 is not above (2 * 100 * 3 + log 2)/(1 + e^8) = 0.2.
+    assert said(envelope(upper_bound=8.0)).startswith("not known: delta = 0.001 <= 0.2")
+    assert said(envelope(weighted_mean=True)) == "not known for the weighted mean"
+
+
+def test_a_scheduler_steps_at_each_iteration(tmp_path: Any) -> None:
+    ours = module(
+        solver=partial(
+            F2SA, upper_optimizer=partial(SGD, lr=2.0), lower_optimizer=partial(SGD, lr=1.0)
+        ),
+        scheduler=partial(LambdaLR, lr_lambda=[lambda k: 0.5**k, lambda k: 1 / (1 + k)]),
+    )
+    run = trainer(tmp_path, max_steps=3)
+    run.fit(ours, datamodule=data())
+    rates = [group["lr"] for group in run.optimizers[0].param_groups]
+    assert rates == pytest.approx([2 * 0.5**3, 1 / 4])
+
+
+@pytest.mark.parametrize("name", ON_MINI_BATCHES)
+def test_configs_of_a_folder_pose_one_task(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    tasks = []
+    for path in sorted((CONFIGS / name).glob("*.yaml")):
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(path), "--print_config"])
+        values = yaml.safe_load(capsys.readouterr().out)
+        options = values["model"]["init_args"]
+        assert options["n_train"] == values["data"]["init_args"]["n_train"]
+        steps = options.pop("scheduler")["init_args"]["T_max"]
+        assert steps == values["trainer"]["max_steps"]
+        assert options.pop("solver")["init_args"]["upper_optimizer"]["init_args"] == {"lr": 3.0}
+        options.pop("envelope")
+        tasks.append((options, values["data"], values["seed_everything"]))
+    assert len(tasks) == 2
+    assert tasks[0] == tasks[1]
+
+
+# With a rho of 10 the proximal point of a network takes more passes than monitors are allowed.
+@pytest.mark.filterwarnings("ignore:.* has no certificate to look at:UserWarning")
+@pytest.mark.parametrize(("name", "kind"), [("streaming_ivsp", StreamingIVSP), ("f2sa", F2SA)])
+def test_optimisers_and_scheduler_by_yaml_are_those_that_step(
+    name: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through LightningCLI: their classes, their rates after three steps, what they move."""
+    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    fitted: list[HyperCleaning] = []
+    monkeypatch.setattr(HyperCleaning, "on_train_end", lambda self: fitted.append(self))
+    config = CONFIGS / "digits_mini_batches" / f"{name}.yaml"
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    fit(tmp_path, *quiet, "--trainer.max_steps=3", "--trainer.logger=false", config=config)
+    solver = fitted[0].trainer.optimizers[0]
+    assert type(solver) is kind
+    lower_lr = float(
+        yaml.safe_load(config.read_text())["model"]["init_args"]["solver"]["init_args"][
+            "lower_optimizer"
+        ]["init_args"]["lr"]
+    )
+    expected = CosineAnnealingLR(SGD([torch.zeros(1)], lr=1.0), T_max=1600)
+    for _ in range(3):
+        expected.optimizer.step()
+        expected.step()
+    factor = expected.get_last_lr()[0]
+    rates = [group["lr"] for group in solver.param_groups]
+    assert rates == pytest.approx([3.0 * factor, lower_lr * factor])
+    assert {v: rule.name for v, rule in solver._rules.items()} == {
+        "upper": "TableRMS",
+        "lower": "AdamW",
+        "inner": "AdamW",
+    }
+    # In the first step z is y, so the gap says nothing of the weights.
+    assert int((fitted[0].logits != 0).sum()) == 2 * 64
+
+
+@pytest.mark.integration
+def test_methods_on_mini_batches_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    results = compare([CONFIGS / "digits_mini_batches"], 0.3, tmp_path / "out", evaluations=1)
+    assert [result.solver for result in results] == ["F2SA", "StreamingIVSP"]
+    for result in results:
+        assert result.rows[0]["iteration"] == 0
+        assert result.rows[0]["auroc"] == 0.5
