@@ -1,5 +1,8 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
+from lightning_bilevel.baselines.cleaning import cleaning_baselines as cleaning_baselines
+from lightning_bilevel.baselines.fewshot import few_shot_baselines as few_shot_baselines
+from lightning_bilevel.baselines.row import Baseline as Baseline
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
 from lightning_bilevel.callbacks import ConvergencePlot as ConvergencePlot
@@ -52,6 +55,7 @@ from lightning_bilevel.data import draw_glyphs as draw_glyphs
 from lightning_bilevel.modules import FewShot as FewShot
 from lightning_bilevel.modules import HyperCleaning as HyperCleaning
 from lightning_bilevel.modules import SineProblem as SineProblem
+from lightning_bilevel.modules.detection import missed_errors as missed_errors
 from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin

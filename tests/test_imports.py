@@ -15,6 +15,7 @@ FLOORS: list[set[str]] = [
     {"solving"},
     {"plugin"},
     {"callbacks", "data", "modules"},
+    {"baselines"},
     {"cli"},
     {"__main__"},
 ]
@@ -22,6 +23,7 @@ TORCH_ONLY = {"core", "solvers", "report", "solving"}
 PUBLIC = [
     "BOME",
     "Ball",
+    "Baseline",
     "BilevelError",
     "BilevelMixin",
     "BilevelModule",
@@ -83,9 +85,12 @@ PUBLIC = [
     "VPBGD",
     "Verdict",
     "certify",
+    "cleaning_baselines",
     "corrupt_labels",
     "cross_entropy_bound",
     "draw_glyphs",
+    "few_shot_baselines",
+    "missed_errors",
     "solve",
 ]
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm.auto import tqdm
-from typing_extensions import override
 
-from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.monitor import Monitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
-from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.baselines import find_baselines
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.configs import MethodConfig, check_same_task, find_configs, read_config
 from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.cli.recorder import NEVER, Recorder
+from lightning_bilevel.cli.method import Method, start_row, warm_up
+from lightning_bilevel.cli.recorder import Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 from lightning_bilevel.core.errors import CheckpointError
 from lightning_bilevel.core.moreau import Envelope
@@ -38,55 +33,6 @@ __all__ = ["compare", "main"]
 SAVE_EVERY: str | float = "10s"
 
 
-class _Method(BilevelCLI):
-    """Model, data and Trainer of a config, always from the same seed.
-
-    The Trainer has the callbacks of the comparison, but no monitors, checkpoints or progress bar of
-    the config.
-
-    Args:
-        out: The folder of the comparison.
-        config: The config.
-        added: The callbacks of the comparison.
-        options: Arguments of the Trainer; they take precedence over the defaults of a comparison.
-    """
-
-    def __init__(
-        self, out: Path, config: MethodConfig, added: Sequence[Callback] = (), **options: Any
-    ) -> None:
-        self.added = added
-        options = {
-            "max_epochs": -1,
-            "max_steps": -1,
-            "check_val_every_n_epoch": "null",
-            "val_check_interval": NEVER,
-            "logger": "false",
-            "enable_progress_bar": "false",
-            "enable_model_summary": "false",
-            "num_sanity_val_steps": 0,
-            "default_root_dir": str(out),
-            "enable_checkpointing": "true" if added else "false",
-            **options,
-        }
-        args = [
-            "--config",
-            str(out / config.name / "config.yaml"),
-            *(f"--trainer.{name}={value}" for name, value in options.items()),
-        ]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            super().__init__(args, run=False)
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        self.save_config_callback = None  # the folder of the method already has the config
-
-    @override
-    def callbacks(self, named: list[Callback]) -> list[Callback]:
-        removed = (CertificateReport, Checkpoint, Monitor, ProgressBar)
-        return [*(callback for callback in named if not isinstance(callback, removed)), *self.added]
-
-
 def compare(
     configs: Sequence[Path],
     budget: float,
@@ -95,6 +41,7 @@ def compare(
     evaluations: int = 40,
     log_spaced: bool = False,
     allow_different_tasks: bool = False,
+    baselines: bool = False,
 ) -> list[MethodResult]:
     """Run each config for the same time; write results.csv, summary.md and the figure.
 
@@ -105,6 +52,8 @@ def compare(
         evaluations: The number of evaluations of each method, spread over the budget.
         log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
         allow_different_tasks: Compare even if data or start differ.
+        baselines: Show the simple baselines of the first config's task as well. They are computed
+            once, and a few-shot network is trained for as long as a method.
     """
     parsed = [read_config(path) for path in find_configs(configs)]
     check_same_task(parsed, allow_different_tasks)
@@ -115,9 +64,10 @@ def compare(
     if log_spaced:
         shares = [1000 ** (share - 1) for share in shares]
     times = [budget * share for share in shares]
-    envelope = next((_Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
-    _warm_up(out, parsed[0])
+    envelope = next((Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
+    warm_up(out, parsed[0])
     results = []
+    starts: dict[str, dict[str, float]] = {}
     layout = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
     with tqdm(total=len(parsed) * budget, unit="s", bar_format=layout, disable=not _first()) as bar:
         for number, config in enumerate(parsed):
@@ -127,7 +77,7 @@ def compare(
                 bar.n = start + min(spent, budget)
                 bar.update(0)
 
-            results.append(_run(out, config, budget, times, envelope, shown))
+            results.append(_run(out, config, budget, times, envelope, shown, starts))
             bar.n = (number + 1) * budget
             if _first():
                 write_csv(out / "results.csv", results)
@@ -135,8 +85,9 @@ def compare(
     model = parsed[0].task["model"]["class_path"].rsplit(".", 1)[-1]
     title = f"{model}, {budget:g} s of optimisation each"
     if _first():
-        write_summary(out / "summary.md", results, title)
-        write_figure(out / "figure", results, title)
+        found = find_baselines(out, parsed[0], budget) if baselines else []
+        write_summary(out / "summary.md", results, title, found)
+        write_figure(out / "figure", results, title, found)
     return results
 
 
@@ -152,6 +103,7 @@ def _run(
     times: Sequence[float],
     envelope: Envelope | None,
     shown: Callable[[float], None],
+    starts: dict[str, dict[str, float]],
 ) -> MethodResult:
     folder = out / config.name
     done = folder / "result.json"
@@ -160,13 +112,19 @@ def _run(
     result = MethodResult(config.name, config.solver)
     last = folder / "last.ckpt"
     recorder = Recorder(times, shown, envelope)
-    method = _Method(
+    method = Method(
         out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)]
     )
     if config.solver == "IVSP":
         # The envelope of its config; if IVSP chooses one during the run, the declared one.
         recorder.envelope = method.model.envelope
     try:
+        if not last.exists():
+            # Methods of one task start at the same point, which is evaluated once.
+            start = json.dumps([config.task, repr(recorder.envelope)])
+            if start not in starts:
+                starts[start] = start_row(out, config, recorder.envelope)
+            recorder.rows = [starts[start]]
         method.trainer.fit(
             method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None
         )
@@ -179,12 +137,6 @@ def _run(
         write_whole(done, json.dumps(asdict(result)).encode())
         last.unlink(missing_ok=True)
     return result
-
-
-def _warm_up(out: Path, config: MethodConfig) -> None:
-    """Run the first evaluations of the process, which are slow, before any time is measured."""
-    method = _Method(out, config, max_steps=2, limit_val_batches=0)
-    method.trainer.fit(method.model, datamodule=method.datamodule)
 
 
 def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
@@ -256,6 +208,12 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--allow-different-tasks", action="store_true", help="compare although data or start differ"
     )
+    parser.add_argument(
+        "--baselines",
+        action="store_true",
+        help="show simple baselines beside the methods, for data of cleaning and of few-shot "
+        "learning; a few-shot network is trained for the budget too",
+    )
     given = parser.parse_args(args)
     try:
         budget = seconds(given.budget)
@@ -264,7 +222,11 @@ def main(args: Sequence[str] | None = None) -> None:
         first = given.configs[0].resolve()
         name = first.name if first.is_dir() else first.parent.name
         out = given.out or Path(f"comparison-{name}-{given.budget}")
-        options = {"evaluations": given.evaluations, "log_spaced": given.log_spaced}
+        options = {
+            "evaluations": given.evaluations,
+            "log_spaced": given.log_spaced,
+            "baselines": given.baselines,
+        }
         compare(
             given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import usual_tolerance
+from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 
-__all__ = ["NEVER", "Recorder"]
+__all__ = ["NEVER", "Recorder", "evaluation"]
 
 # The value of `Trainer.val_check_batch` that turns validation off.
 NEVER = sys.maxsize
@@ -81,14 +82,8 @@ class Recorder(Callback):
             "optimization_time": info.optimization_time,
             "passes": info.passes,
         }
-        row |= {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if not name.startswith("bilevel/")
-        }
         certificate = pl_module.certify(envelope=self.envelope, tolerance=usual_tolerance(trainer))
-        if certificate is not None:
-            row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
+        row |= evaluation(trainer.callback_metrics, certificate)
         self.rows.append(row)
 
     @override
@@ -98,3 +93,16 @@ class Recorder(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = state_dict["rows"]
+
+
+def evaluation(metrics: Mapping[str, Any], certificate: Certificate | None) -> dict[str, float]:
+    """Return what a row has of a point: the metrics of the module, violation and KKT residual.
+
+    Args:
+        metrics: What was logged; the names of the library's own numbers are left out.
+        certificate: The certificate of the point, if there is one.
+    """
+    row = {name: float(v) for name, v in metrics.items() if not name.startswith("bilevel/")}
+    if certificate is not None:
+        row |= {"violation": certificate.feasibility, "kkt_residual": certificate.kkt}
+    return row

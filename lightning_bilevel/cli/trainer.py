@@ -65,7 +65,7 @@ class BilevelTrainer(Trainer):
             )
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
-        batch = self._restore(model, datamodule, ckpt_path, weights_only)
+        batch = self.restore(model, datamodule, ckpt_path, weights_only)
         certificate = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         if certificate is None:
             raise MisconfigurationException(
@@ -95,7 +95,7 @@ class BilevelTrainer(Trainer):
                 the config that ``fit`` saves has this key.
             weights_only: Not used, for the same reason.
         """
-        batch = self._restore(model, datamodule)
+        batch = self.restore(model, datamodule)
         problem = model.problem_on(batch)
         envelope = model.envelope
         delta = 1e-3 if envelope is None else envelope.delta
@@ -125,7 +125,7 @@ class BilevelTrainer(Trainer):
         reports = [callback for callback in callbacks if isinstance(callback, CertificateReport)]
         return reports[0].tally if reports else Tally()
 
-    def _restore(
+    def restore(
         self,
         model: BilevelMixin,
         datamodule: LightningDataModule,

@@ -26,7 +26,8 @@ def smallest_residual(
     .. math:: \min_{\lambda \ge 0} \max\{\Phi^s(\lambda), [R]_+, \lambda |R|\}
 
     It is the smallest :math:`\epsilon` for which the point is an :math:`\epsilon`-KKT point. All
-    three are convex in :math:`\lambda`, so their maximum is.
+    three are convex in :math:`\lambda`, so their maximum is. The search ends at 7e-5 of its
+    bracket, so the result is right to some three digits, and never too small.
 
     Args:
         stationarity: :math:`\Phi^s` as a function of the multiplier.
@@ -37,15 +38,17 @@ def smallest_residual(
     def largest(weight: float) -> float:
         return max(stationarity(weight), residual, weight * abs(residual))
 
-    return min(largest(_minimiser(largest)), largest(multiplier))
+    known = largest(multiplier)
+    # No multiplier makes the violation smaller.
+    return known if known <= residual else min(known, largest(_minimiser(largest, rounds=20)))
 
 
 def _minimiser(function: Callable[[float], float], rounds: int = 45) -> float:
     """Return the smallest minimiser of a convex function on the nonnegative numbers.
 
     Doubling brackets it, and a golden-section search finds it. Each round keeps 0.62 of the
-    bracket, so 45 rounds leave 4e-10 of it. In a smaller bracket the compared values differ only by
-    rounding.
+    bracket, so 20 rounds leave 7e-5 of it and 45 rounds 4e-10. In a smaller bracket the compared
+    values differ only by rounding.
     """
     high = 1.0
     while function(2 * high) < function(high) and high < 1e12:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +202,23 @@ class EpisodeData(FullBatchDataModule):
             f"`{type(self).__name__}` must define `load()`: it returns the images of all classes."
         )
 
+    def fresh_episodes(self, key: str) -> Callable[[int], Episodes]:
+        """Return what draws further episodes of the training classes, as many as asked for.
+
+        Args:
+            key: Decides the draws; they do not repeat, and are not those of ``setup``.
+        """
+        images = self._class_splits(self.load())[0]
+        numbers = itertools.count()
+
+        def drawn(count: int) -> Episodes:
+            keys = [
+                f"{self.seed}/fresh/{key}/{number}" for number in itertools.islice(numbers, count)
+            ]
+            return self._episodes(images, keys)
+
+        return drawn
+
     def setup(self, stage: str | None = None) -> None:
         """Load the images and draw the episodes, once: all stages use the same data."""
         if self.lower is not None:
@@ -244,10 +262,10 @@ class EpisodeData(FullBatchDataModule):
         return [images[part] for part in torch.split(order[: sum(lengths)], lengths)]
 
     def _draw(self, name: str, images: Tensor) -> Episodes:
-        drawn = [
-            draw_episode(images, self.ways, self.shots, self.queries, f"{self.seed}/{name}/{i}")
-            for i in range(self.counts[name])
-        ]
+        return self._episodes(images, [f"{self.seed}/{name}/{i}" for i in range(self.counts[name])])
+
+    def _episodes(self, images: Tensor, keys: Sequence[str]) -> Episodes:
+        drawn = [draw_episode(images, self.ways, self.shots, self.queries, key) for key in keys]
         return Episodes(*(torch.stack(tensors) for tensors in zip(*drawn, strict=True)))
 
 

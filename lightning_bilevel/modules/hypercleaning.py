@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Reweighted, ReweightedSigmoidNetwork
 from lightning_bilevel.core.sets import Box
+from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
+from lightning_bilevel.modules.networks import sigmoid_network
+from lightning_bilevel.modules.retraining import fresh_copy
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -38,7 +42,9 @@ class HyperCleaning(BilevelModule):
     1/2; the weight of a sample falls if its label contradicts the validation data.
 
     Validation logs ``val_loss``, ``test_error`` and, if the data know which labels are wrong,
-    ``auroc``: how well low weights identify wrong labels.
+    two measures of how well low weights identify wrong labels: ``auroc``, and ``missed_errors``,
+    the share of wrong labels that are not among as many samples of lowest weight as there are wrong
+    labels.
 
     Args:
         n_train: The number of training samples, n.
@@ -81,9 +87,8 @@ class HyperCleaning(BilevelModule):
         # The number of pixels; it is not checked for the user's own classifier.
         self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
-        self.classifier = (
-            _sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
-        )
+        self._draw = partial(sigmoid_network, inputs, hidden, classes)
+        self.classifier = self._draw() if classifier is None else classifier
         self.declare(
             upper=self.logits,
             lower=self.classifier,
@@ -105,6 +110,10 @@ class HyperCleaning(BilevelModule):
     def suspicious(self, count: int) -> Tensor:
         """Return the indices of the ``count`` training samples of lowest weight, lowest first."""
         return torch.argsort(self.logits.detach())[:count]
+
+    def fresh_classifier(self) -> nn.Module:
+        """Return a classifier with the same layers, initialised again."""
+        return self._draw() if self.inputs is not None else fresh_copy(self.classifier)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of the classes."""
@@ -183,8 +192,10 @@ class HyperCleaning(BilevelModule):
 
     def on_validation_epoch_end(self) -> None:
         corrupted = getattr(getattr(self.trainer, "datamodule", None), "corrupted", None)
-        if corrupted is not None:
-            self._log("auroc", binary_auroc(-self.logits.detach().cpu(), corrupted.int().cpu()))
+        # Without a wrong or without a right label there is nothing to tell apart.
+        if corrupted is not None and 0 < int(corrupted.sum()) < len(corrupted):
+            for name, value in detection(-self.logits.detach().cpu(), corrupted.cpu()).items():
+                self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
         """Show the most suspicious samples in TensorBoard."""
@@ -211,14 +222,3 @@ class HyperCleaning(BilevelModule):
             predicted = self(images[index].to(self.logits)).argmax(1).tolist()
         title = "lowest weights: given label → predicted label"
         return draw_samples(images[index], labels[index].tolist(), predicted, title)
-
-
-def _sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:
-    """The paper's classifier."""
-    network = nn.Sequential(
-        nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes)
-    )
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(0.01 * torch.randn_like(parameter))
-    return network

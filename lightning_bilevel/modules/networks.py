@@ -1,4 +1,4 @@
-"""The networks of few-shot learning: a feature extractor and linear heads."""
+"""The networks of the ready modules: a feature extractor, linear heads, a small classifier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
 
-__all__ = ["Conv4", "TaskHeads", "adapt"]
+__all__ = ["Conv4", "TaskHeads", "adapt", "sigmoid_network"]
 
 
 class _Block(nn.Module):
@@ -62,6 +62,7 @@ class Conv4(nn.Module):
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
         )
+        self.channels = channels
         self.features = channels * (image_size // 16) ** 2
 
     def forward(self, images: Tensor) -> Tensor:
@@ -119,3 +120,20 @@ def adapt(
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
+
+
+def sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:
+    """Return the classifier of the paper's hyper-cleaning, drawn as 0.01 times a standard normal.
+
+    Args:
+        inputs: The number of pixels of an image.
+        hidden: The hidden units.
+        classes: The number of classes.
+    """
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, classes)
+    )
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(0.01 * torch.randn_like(parameter))
+    return network

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["retrain"]
+__all__ = ["fresh_copy", "retrain"]
+
+
+def fresh_copy(classifier: nn.Module) -> nn.Module:
+    """Return a copy whose layers are initialised again, all that have ``reset_parameters``."""
+    fresh = copy.deepcopy(classifier)
+    for layer in fresh.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return fresh
 
 
 def retrain(
@@ -30,11 +40,7 @@ def retrain(
         lr: The step size of Adam.
         weight_decay: The weight decay of Adam.
     """
-    fresh = copy.deepcopy(classifier)
-    for layer in fresh.modules():
-        reset = getattr(layer, "reset_parameters", None)
-        if callable(reset):
-            reset()
+    fresh = fresh_copy(classifier)
     optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Figures of one run, and of several runs over the same time.
+"""The figure of one run.
 
 The drawing functions import matplotlib and numpy, so that nobody else waits for these imports.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["PALETTE", "Curve", "draw", "draw_comparison"]
+__all__ = ["BARE", "PALETTE", "draw", "scale"]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = {
@@ -22,12 +22,7 @@ PALETTE = {
     "sky": "#56B4E9",
     "black": "#000000",
 }
-# A solver has the same colour in every figure.
-_SOLVERS = dict(
-    zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True)
-)
-_STYLES = ("-", "--", ":", "-.")
-_BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
+BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 # The panels of a run. Each line has the name of its series, a label, a colour and a style.
 _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
     "upper level f": [("bilevel/upper", "", "vermillion", "-")],
@@ -53,15 +48,6 @@ _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
 }
 
 
-class Curve(NamedTuple):
-    """One method in a panel of a comparison: its solver's name, its label, and its points."""
-
-    solver: str
-    label: str
-    times: Sequence[float]
-    values: Sequence[float]
-
-
 def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
     """Draw the available series of a run, and return the pixels.
 
@@ -76,14 +62,14 @@ def draw(series: Mapping[str, Sequence[Sequence[float]]]) -> Any:
     panels = _panels(series)
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    with mpl.rc_context({"font.size": 9, **_BARE}):
+    with mpl.rc_context({"font.size": 9, **BARE}):
         figure = Figure(figsize=(4.4 * columns, 2.4 * rows), dpi=100)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (title, lines) in zip(axes, panels.items(), strict=False):
             for name, label, colour, style in lines:
                 drawn = {"color": PALETTE[colour], "markersize": 3, "linewidth": 1.3}
                 axis.plot(*series[name], style, label=label, **drawn)
-            _scale(axis, [value for name, *_ in lines for value in series[name][1]])
+            scale(axis, [value for name, *_ in lines for value in series[name][1]])
             # Ticks take longer to draw than curves, so there are no minor ticks and no powers in
             # mathematical type.
             axis.minorticks_off()
@@ -120,50 +106,7 @@ def _panels(series: Mapping[str, Any]) -> dict[str, list[tuple[str, str, str, st
     return {title: lines for title, lines in panels.items() if lines}
 
 
-def draw_comparison(panels: Mapping[str, Sequence[Curve]], title: str) -> Any:
-    """Draw several methods against optimisation time, and return the figure.
-
-    Args:
-        panels: The curves of each metric, by its name; all metrics have the same methods in the
-            same order.
-        title: The title of the figure.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    columns = len(panels) if len(panels) <= 4 else 3
-    rows = math.ceil(len(panels) / columns)
-    with mpl.rc_context({"font.size": 10, **_BARE}):
-        figure = Figure(figsize=(3.4 * columns, 2.8 * rows + 0.7), layout="constrained")
-        axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axis, (name, curves) in zip(axes, panels.items(), strict=False):
-            for index, curve in enumerate(curves):
-                same_before = sum(other.solver == curve.solver for other in curves[:index])
-                ours = curve.solver == "IVSP"
-                axis.plot(
-                    curve.times,
-                    curve.values,
-                    color=_SOLVERS.get(curve.solver, f"C{index}"),
-                    linestyle=_STYLES[same_before % len(_STYLES)],
-                    linewidth=2.4 if ours else 1.5,
-                    zorder=3 if ours else 2,
-                    label=curve.label,
-                )
-            _scale(axis, [value for curve in curves for value in curve.values])
-            _label_ticks(axis, [value for curve in curves for value in curve.values])
-            axis.set_xlabel("optimisation time (s)")
-            axis.set_title(name)
-            axis.grid(alpha=0.3)
-        for axis in axes[len(panels) :]:
-            axis.remove()
-        handles, labels = axes[0].get_legend_handles_labels()
-        across = min(len(labels), 8 if columns > 2 else 4)
-        figure.suptitle(title)
-        figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False)
-    return figure
-
-
-def _scale(axis: Any, values: Sequence[float]) -> None:
+def scale(axis: Any, values: Sequence[float]) -> None:
     """Make an axis logarithmic if its values span more than a power of ten.
 
     If there are values on both sides of 0, the axis is logarithmic on both sides.
@@ -183,16 +126,3 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
         axis.set_ylim(bottom=0.0)
     else:
         axis.set_yscale("log")
-
-
-def _label_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Add labels to a logarithmic axis that is too short for powers of ten alone."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    if axis.get_yscale() == "linear":
-        return
-    sizes = [abs(value) for value in values if math.isfinite(value) and value != 0.0]
-    if max(sizes) < 100 * min(sizes):
-        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())

@@ -54,6 +54,22 @@ def splits(data: EpisodeData) -> dict[str, Episodes]:
     return {"train": train, "validation": data.validation, "test": data.test}
 
 
+def test_fresh_episodes_are_of_training_classes_and_do_not_repeat() -> None:
+    data = numbered()
+    draw = data.fresh_episodes("a")
+    first = draw(3)
+    second = draw(3)
+    assert first.support.shape == (3, 8, 1, 2, 2)
+    training = classes(draw(90))
+    assert training.isdisjoint(classes(data.validation) | classes(data.test))
+    assert len(training) == 20
+    for other in (second, splits(data)["train"], data.fresh_episodes("b")(3)):
+        assert not torch.equal(first.query, other.query[:3])
+    again = data.fresh_episodes("a")
+    assert torch.equal(again(1).query, first.query[:1])
+    assert torch.equal(again(2).query, first.query[1:])
+
+
 def test_episodes_have_their_shape_and_never_an_image_twice() -> None:
     for name, episodes in splits(numbered()).items():
         count = {"train": 9, "validation": 5, "test": 6}[name]

@@ -103,6 +103,7 @@ def test_metrics_are_what_they_say(tmp_path: Any) -> None:
     run = trainer(tmp_path, max_epochs=1)
     run.fit(ours, datamodule=source)
     auroc = float(run.callback_metrics["auroc"])
+    missed = float(run.callback_metrics["missed_errors"])
     images, labels = source.test
     error = float((ours(images).argmax(1) != labels).float().mean())
     assert float(run.callback_metrics["test_error"]) == pytest.approx(error, abs=1e-6)
@@ -112,12 +113,24 @@ def test_metrics_are_what_they_say(tmp_path: Any) -> None:
     bad, good = ours.logits[source.corrupted], ours.logits[~source.corrupted]  # type: ignore[operator]
     pairs = (bad[:, None] < good[None]).float() + 0.5 * (bad[:, None] == good[None]).float()
     assert auroc == pytest.approx(float(pairs.mean()), abs=1e-6)
+    found = source.corrupted[ours.suspicious(len(bad))].float().mean()  # type: ignore[index]
+    assert missed == pytest.approx(1 - float(found), abs=1e-6)
 
 
 def test_unknown_corruption_has_no_auroc(tmp_path: Any) -> None:
     run = trainer(tmp_path, max_epochs=1)
     run.fit(module(), datamodule=data(corruption=0.0))
     assert "auroc" not in run.callback_metrics
+    assert "missed_errors" not in run.callback_metrics
+
+
+def test_a_fresh_classifier_has_the_layers_and_other_numbers() -> None:
+    for ours in (module(), module(classifier=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))):
+        torch.manual_seed(1)
+        fresh = ours.fresh_classifier()
+        assert str(fresh) == str(ours.classifier)
+        for mine, new in zip(ours.classifier.parameters(), fresh.parameters(), strict=True):
+            assert not torch.equal(mine, new)
 
 
 def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
