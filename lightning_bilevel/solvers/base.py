@@ -7,39 +7,35 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
+from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
+from lightning_bilevel.solvers.level_vectors import check_levels
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
-from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
+from lightning_bilevel.solvers.steps import STEP_CONSTANTS
 from lightning_bilevel.solvers.streaming import Directions, Variable, stream
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable, TorchRule
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
-
-Info = TypeVar("Info", bound=StepInfo)
 
 # The entries of a parameter group that are not hyper-parameters of the method.
 _NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
 
 
-class BilevelOptimizer(Optimizer, ABC):
+class BilevelOptimizer(LevelSteps, ABC):
     """The base class of the bilevel methods.
 
     Hyper-parameters are in ``param_groups``, the state of the run is in ``state``, and the iterate
@@ -63,8 +59,6 @@ class BilevelOptimizer(Optimizer, ABC):
     stochastic: ClassVar[bool] = False
     # What a message recommends for mini-batches in place of a method that is not stochastic.
     for_mini_batches: ClassVar[str] = "StreamingIVSP"
-    # The name of the inner variable in the memory.
-    inner_name: ClassVar[str] = "z"
     # Whether `directions` needs the distance of y and z.
     measures_distance: ClassVar[bool] = False
     # So many mini-batches in a row may be not finite before the run ends.
@@ -82,8 +76,8 @@ class BilevelOptimizer(Optimizer, ABC):
         defaults: dict[str, Any],
         optimizers: Mapping[Variable, OptimizerCallable | None] | None = None,
     ) -> None:
-        self._rules = _torch_rules(type(self).__name__, optimizers or {})
-        super().__init__(_check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
+        self._rules = torch_rules(type(self).__name__, optimizers or {})
+        super().__init__(check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
         for group in self.param_groups:
             rule = self._rules.get(group["level"])
             if rule is not None:
@@ -98,14 +92,6 @@ class BilevelOptimizer(Optimizer, ABC):
         return {
             name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT
         }
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """The state of the run: tensors, ints, floats and bools."""
-        # torch keeps state per parameter. As in torch's LBFGS, the state of the whole run is kept
-        # with the first one.
-        state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
-        return state
 
     @property
     def progress(self) -> Progress:
@@ -152,11 +138,6 @@ class BilevelOptimizer(Optimizer, ABC):
     def unproved(self) -> str:
         """Why :attr:`proved` is None, in words."""
         return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
-
-    @property
-    def scheduled_levels(self) -> tuple[str, ...]:
-        """The levels with a torch optimiser: their ``lr`` is what a scheduler changes."""
-        return tuple(group["level"] for group in self.param_groups if group["level"] in self._rules)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         """Say where the variables go in a step on a mini-batch.
@@ -280,67 +261,6 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
         )
 
-    def rule(self, variable: Variable, paper: StepRule = plain) -> StepRule:
-        """Return how a variable steps in :meth:`advance`.
-
-        Args:
-            variable: The upper, lower or inner variable.
-            paper: The paper's step, which is taken if the variable has no torch optimiser.
-        """
-        rule = self._rules.get(variable)
-        bound = self._bound(variable)
-        if rule is None and bound is None:
-            return paper
-
-        def move(v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet) -> Tensor:
-            direction = clipped(direction, bound)
-            if rule is None:
-                return paper(v, direction, rate, feasible)
-            # Copies, because the iteration may still fail and be taken back.
-            key = f"{variable}_optimizer"
-            state = self.memory.get(key, {})
-            v, self.memory[key] = rule.step(v, direction, self._rate(variable), state)
-            return feasible.project(v)
-
-        return move
-
-    def restarted(self, y: Tensor) -> Tensor:
-        """Let the inner variable start at y, and its optimiser anew."""
-        self.memory.pop("inner_optimizer", None)
-        return y
-
-    def move_(
-        self,
-        variable: Variable,
-        v: Tensor,
-        direction: Tensor,
-        rate: float,
-        feasible: ConvexSet,
-        touched: Tensor | None = None,
-    ) -> Tensor:
-        """Step a variable on a mini-batch; v and the optimiser's state are changed in place."""
-        direction = clipped(direction, self._bound(variable))
-        rule = self._rules.get(variable)
-        if rule is not None:
-            state = self.memory.setdefault(f"{variable}_optimizer", {})
-            rule.step_(v, direction, self._rate(variable), state, touched)
-            return feasible.project(v)
-        if touched is not None:
-            return touching(v, direction, rate, feasible, touched)
-        return projected_step(v, direction, rate, feasible)
-
-    def room(self, name: str, like: Sequence[Tensor]) -> Tensor:
-        """Return memory for a vector as long as some tensors together; its content is undefined.
-
-        The system hands out the memory of a long vector page by page, which takes longer than the
-        arithmetic. So a step on a mini-batch uses that of the last one.
-        """
-        size = sum(tensor.numel() for tensor in like)
-        kept = self._kept_memory.get(name)
-        if kept is None or kept.numel() != size or kept.dtype != like[0].dtype:
-            kept = self._kept_memory[name] = like[0].new_empty(size)
-        return kept
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
@@ -378,16 +298,9 @@ class BilevelOptimizer(Optimizer, ABC):
         self._forget()
 
     def _forget(self) -> None:
-        # The memory of long vectors in steps on mini-batches, by name.
-        self._kept_memory: dict[str, Tensor] = {}
+        super()._forget()
         # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
         self._seconds = 0.0
-        # (problem, x, y) after the last step.
-        self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
-        # The parameters, each with the part of x or y that was written into it.
-        self._written: list[tuple[Tensor, Tensor]] = []
-        # A problem, units, and the problem in these units.
-        self._scaled: tuple[BilevelProblem, list[float], BilevelProblem] | None = None
 
     def _step_on_batch(self, problem: BilevelProblem) -> StreamInfo:
         self._check_streaming()
@@ -431,15 +344,6 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
         )
 
-    def _state_of(self, variable: Variable, state: dict[str, Any]) -> dict[str, Any]:
-        if variable not in self._rules:
-            raise ValueError(
-                f"`{type(self).__name__}.load_state_dict` was given the state of an optimiser of "
-                f"the {variable} variable, and the solver has none: make it with the "
-                f"`{variable}_optimizer` of the run that was saved."
-            )
-        return self._rules[variable].loaded(state, self.param_groups[0]["params"][0].device)
-
     def _check_streaming(self) -> None:
         name = type(self).__name__
         if not self.stochastic:
@@ -464,188 +368,5 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"`{name}` out."
             )
 
-    def _copies(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Return copies of x and y; the start of a run is projected onto the sets."""
-        begins = self.memory["iteration"] == self.memory.get("skipped", 0)
-        if begins or (problem.adaptation is None and self.inner_name not in self.memory):
-            return self._read(problem)
-        x, y = (
-            torch.cat(
-                [p.detach().reshape(-1) for p in group["params"]],
-                out=self.room(group["level"], group["params"]),
-            )
-            for group in self.param_groups
-        )
-        return x, y
-
-    def _write_batch(self, x: Tensor, y: Tensor) -> None:
-        parameters, blocks = zip(*self._blocks(x, y), strict=True)
-        torch._foreach_copy_(parameters, blocks)
-        self._point = None
-        self._written = []
-
-    def _bound(self, variable: Variable) -> float | None:
-        """Return the bound of a variable's directions; z has that of y."""
-        level = "upper" if variable == "upper" else "lower"
-        bound: float | None = self.param_groups[0].get(f"{level}_clip")
-        return bound
-
-    def _rate(self, variable: Variable) -> float:
-        """Return the rate of a variable with a torch optimiser; that of z follows that of y."""
-        if variable == "upper":
-            return float(self.param_groups[0]["lr"])
-        lr = float(self.param_groups[1]["lr"])
-        own, lower = self._rules[variable].lr, self._rules["lower"].lr
-        return lr if own == lower else lr * (own / lower)
-
-    def _with_rates(self, info: Info, upper: float, lower: float) -> Info:
-        """Show the rates of the levels in their groups, but where a scheduler sets them."""
-        for group, rate in zip(self.param_groups, (upper, lower), strict=True):
-            if group["level"] not in self._rules:
-                group["lr"] = rate
-        return info if "upper" not in self._rules else replace(info, lr=self._rate("upper"))
-
-    @property
-    def _units(self) -> list[float]:
-        return [group["unit"] for group in self.param_groups]
-
-    def _in_units(self, problem: BilevelProblem) -> BilevelProblem:
-        """Return the problem in u and v, x = unit * u and y = unit * v, with its count of calls."""
-        if self._units == [1.0, 1.0]:
-            return problem
-        if self._scaled is None or self._scaled[0] is not problem or self._scaled[1] != self._units:
-            self._scaled = problem, self._units, problem.in_units(*self._units)
-        self._scaled[2].calls = problem.calls
-        return self._scaled[2]
-
-    def _current(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Return x and y.
-
-        They are the same tensor objects as those of the last iteration if neither the problem nor
-        the parameters have changed.
-        """
-        unchanged = self._point is not None and self._point[0] is problem and self._is_written()
-        # All processes decide alike: one that evaluates the point again while another reuses its
-        # evaluation would wait for it for ever.
-        parameter = self.param_groups[0]["params"][0]
-        unchanged = problem.mean_over_ranks(float(unchanged), parameter) == 1.0
-        if unchanged and self._point:
-            return self._point[1:]
-        return self._read(problem)
-
-    def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters, each with its part of x or y."""
-        for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
-            vector = vector if unit == 1.0 else vector * unit
-            blocks = torch.split(vector, [p.numel() for p in group["params"]])
-            for parameter, block in zip(group["params"], blocks, strict=True):
-                yield parameter, block.view_as(parameter)
-
-    def _is_written(self) -> bool:
-        return all(torch.equal(parameter, block) for parameter, block in self._written)
-
-    def _read(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Read x and y from the parameters; project them if they are outside their sets."""
-        point = []
-        levels = zip(
-            self.param_groups, (problem.upper_set, problem.lower_set), self._units, strict=True
-        )
-        for group, convex_set, unit in levels:
-            vector = torch.cat([p.detach().reshape(-1) for p in group["params"]])
-            saved = self.memory.get(f"{group['level']}_in_units")
-            if saved is not None and torch.equal(saved * unit, vector):
-                point.append(saved)
-                continue
-            vector = vector / unit
-            projected = convex_set.project(vector)
-            moved = norm(projected - vector)
-            # Projecting a projected point again may move it by a rounding error. A resumed run
-            # continues exactly where it was, so such a point is left alone.
-            if moved <= 1e2 * torch.finfo(vector.dtype).eps * norm(vector):
-                point.append(vector)
-                continue
-            warnings.warn(
-                f"The {group['level']}-level start lies outside {convex_set!r}: it was projected, "
-                f"which moved it by {moved * unit:.3g}.",
-                stacklevel=3,
-            )
-            point.append(projected)
-        return point[0], point[1]
-
-    def _write(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        self._written = list(self._blocks(x, y))
-        for parameter, block in self._written:
-            parameter.copy_(block)
-        for group, vector, unit in zip(self.param_groups, (x, y), self._units, strict=True):
-            if not _is_power_of_two(unit):
-                # Dividing the parameters by the unit would round once more: a resumed run needs the
-                # vector itself.
-                self.memory[f"{group['level']}_in_units"] = vector
-        self._point = (problem, x, y)
-
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]
-
-
-def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups = list(params)
-    rule = 'two groups, [{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]'
-    if not all(isinstance(group, dict) for group in groups):
-        raise TypeError(f"`{name}(params)` must be {rule}.")
-    by_level = {
-        group.get("level"): {**group, "params": _as_list(group["params"])} for group in groups
-    }
-    if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
-        raise ValueError(
-            f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs "
-            f"{rule}."
-        )
-    ordered = [by_level["upper"], by_level["lower"]]
-    for group in ordered:
-        if not group["params"] or not sum(p.numel() for p in group["params"]):
-            raise ValueError(f"`{name}(params)`: the {group['level']} level has no parameters.")
-        if not 0.0 < group.get("unit", 1.0) < math.inf:
-            raise ValueError(
-                f"`{name}(params)`: the unit {group['unit']} of the {group['level']} level must be "
-                "positive and finite."
-            )
-    if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
-        raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
-    kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
-    if len(kinds) > 1:
-        raise ValueError(
-            f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one "
-            "dtype and device."
-        )
-    dtype = ordered[0]["params"][0].dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"`{name}(params)` has parameters of {dtype}: only float32 and float64 are supported, "
-            "because the Moreau gap is a small difference of large numbers, which half precision "
-            "does not resolve."
-        )
-    return ordered
-
-
-def _torch_rules(
-    solver: str, optimizers: Mapping[Variable, OptimizerCallable | None]
-) -> dict[str, TorchRule]:
-    given = {name: make for name, make in optimizers.items() if make is not None}
-    if "inner" in given and "lower" not in given:
-        raise ValueError(
-            f"`{solver}(inner_optimizer=...)` needs a `lower_optimizer`: the rate of the inner "
-            "variable follows the lower level's."
-        )
-    if "lower" in given:
-        given.setdefault("inner", given["lower"])
-    return {
-        name: TorchRule(make, f"{solver}({name}_optimizer=...)") for name, make in given.items()
-    }
-
-
-def _is_power_of_two(unit: float) -> bool:
-    return math.frexp(unit)[0] == 0.5
-
-
-def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
