@@ -47,8 +47,8 @@ class CertificateReport(Callback):
         batches: After a run on mini-batches, the most batches of a level that the certificate looks
             at; 0 leaves it out, because it may cost as much as the run. The table says what data it
             is of, and how long it took.
-        passes: After a run on mini-batches, the most passes over these data. If they do not
-            suffice, the report says so in place of the certificate.
+        passes: After a run on mini-batches, the most passes of g over these data for the proximal
+            point. If they do not suffice, the certificate says how accurate it is.
 
     Attributes:
         certificate: The certificate, once fit has ended.
@@ -57,7 +57,7 @@ class CertificateReport(Callback):
     """
 
     def __init__(
-        self, tolerance: float | None = None, batches: int = 1000, passes: int = 100
+        self, tolerance: float | None = None, batches: int = 1000, passes: int = 20
     ) -> None:
         if tolerance is not None and tolerance <= 0:
             raise ValueError(f"`CertificateReport(tolerance={tolerance})` must be positive.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ class Question(NamedTuple):
         multiplier: The multiplier that belongs to the point.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
+        passes: The most passes of g for the proximal point; None for no such limit.
     """
 
     problem: BilevelProblem
@@ -36,6 +37,17 @@ class Question(NamedTuple):
     multiplier: float | None
     evaluated_on: str
     point: str = ""
+    passes: int | None = None
+
+
+def _limited(certificate: Certificate, question: Question) -> Certificate:
+    """Say that the allowed passes did not suffice for the proximal point."""
+    error = certificate.tolerance**2 / (2 * question.envelope.modulus)
+    words = (
+        f"; its proximal point is found to {certificate.tolerance:.1e} only, after "
+        f"{question.passes} passes, so R may be larger by up to {error:.1e}"
+    )
+    return replace(certificate, evaluated_on=f"{question.evaluated_on}{words}")
 
 
 class _Answer(NamedTuple):
@@ -96,7 +108,10 @@ class Certifier:
             start=self.start,
             evaluated_on=question.evaluated_on,
             point=question.point,
+            passes=question.passes,
         )
+        if question.tolerance is not None and certificate.tolerance > question.tolerance:
+            certificate = _limited(certificate, question)
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])

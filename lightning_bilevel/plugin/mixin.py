@@ -415,7 +415,7 @@ class BilevelMixin:
         proved: bool = False,
         sample: bool = False,
         batches: int = 1000,
-        passes: int = 100,
+        passes: int = 20,
     ) -> Certificate | None:
         """Return the certificate of the current point; None without an envelope.
 
@@ -433,8 +433,8 @@ class BilevelMixin:
                 loaders alone, as monitors do in the middle of an epoch.
             batches: On mini-batches: the most batches of a level. More data are a sample, and the
                 certificate says so.
-            passes: On mini-batches: the most passes over the data of the lower level. If they do
-                not suffice for the proximal point, an InnerLoopError says so.
+            passes: On mini-batches: the most passes of g for the proximal point. If they do not
+                suffice, the certificate says how accurate it is.
         """
         declared = self._declared()
         run = self._run
@@ -444,7 +444,7 @@ class BilevelMixin:
             return None
         problem: BilevelProblem | None = None
         if stream is not None and envelope is not None:
-            problem, label = stream.evaluated(batch, sample, batches, passes)
+            problem, label = stream.evaluated(batch, sample, batches)
             tolerance = tolerance or MINI_BATCH_TOLERANCE
         elif stream is None:
             current = run.batches.current if batch is None else self._problem_on(batch)
@@ -470,7 +470,8 @@ class BilevelMixin:
             if multiplier is None:
                 multiplier = run.solver.multiplier
             step = self.last_step
-        question = Question(problem, envelope, tolerance, multiplier, label, name)
+        limit = None if stream is None else passes
+        question = Question(problem, envelope, tolerance, multiplier, label, name, limit)
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(question, point, declared, step)
 

@@ -137,7 +137,7 @@ class Stream:
         self.sample: list[dict[str, Any]] = []
         self._sampled: tuple[int, Data] | None = None
         self._whole: tuple[int, Data] | None = None
-        self._problem: tuple[Data, int, BilevelProblem] | None = None
+        self._problem: tuple[Data, BilevelProblem] | None = None
 
     def problem(self, batch: Any) -> BilevelProblem:
         """Return f and g on a mini-batch; over several processes, on the batches of all."""
@@ -177,16 +177,13 @@ class Stream:
                 twin.written = twin.written or not torch.equal(twin.copy, old)
             self._examined = True
 
-    def evaluated(
-        self, batch: Any, sample: bool, batches: int, passes: int
-    ) -> tuple[BilevelProblem, str]:
+    def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
         """Return f and g on the data of a certificate, and what these are.
 
         Args:
             batch: A batch; None is the sample or all data.
             sample: Whether to take the first few batches of the run.
             batches: The most batches of a level.
-            passes: The most passes over the data of the lower level.
         """
         if batch is not None:
             check_batch(type(self._module).__name__, batch)
@@ -200,10 +197,10 @@ class Stream:
                 self._whole = batches, gathered(self._trainer, batches)
             data = self._whole[1]
         known = self._problem
-        if known is None or known[0] is not data or known[1] != passes:
-            arguments = self._module, self._declared, self._trainer, data, passes
-            self._problem = known = data, passes, problem_on_data(*arguments)
-        return known[2], data.name
+        if known is None or known[0] is not data:
+            made = problem_on_data(self._module, self._declared, self._trainer, data)
+            self._problem = known = data, made
+        return known[1], data.name
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the evaluation of a certificate."""

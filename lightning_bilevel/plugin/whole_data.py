@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
-from lightning_bilevel.core.errors import InnerLoopError
 from lightning_bilevel.core.leaves import tensors
-from lightning_bilevel.core.lower import LowerTerm
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions, problem_of
@@ -78,9 +76,7 @@ def gathered(trainer: Any, batches: int) -> Data:
     return Data(batch, name)
 
 
-def problem_on_data(
-    module: Any, declared: Declaration, trainer: Any, data: Data, passes: int
-) -> BilevelProblem:
+def problem_on_data(module: Any, declared: Declaration, trainer: Any, data: Data) -> BilevelProblem:
     """Return f and g on data that stay on the host, a chunk at a time on the device.
 
     Args:
@@ -88,7 +84,6 @@ def problem_on_data(
         declared: Its declaration.
         trainer: Its Trainer.
         data: The data.
-        passes: The most passes over the lower data. More end in an InnerLoopError.
     """
     functions = _OnDevice(module, declared.upper.parameters, declared.lower.parameters)
     sets = declared.upper.feasible, declared.lower.feasible
@@ -98,10 +93,6 @@ def problem_on_data(
         mine = [float(_samples(as_chunks(data.batch[level]))) or 1.0 for level in LEVELS]
         sums = total(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
         problem = problem.on_this_rank(mine[0] / sums[0], mine[1] / sums[1], total)
-    first, *rest = problem.lower_terms
-    counted = _Counted(first.loss, passes, data.name)
-    problem.lower_terms = [LowerTerm(counted, first.features, first.outputs), *rest]
-    problem.inner_terms = problem.lower_terms
     return problem
 
 
@@ -130,27 +121,6 @@ class _OnDevice(ModuleFunctions):
         device = next(self.module.parameters()).device
         part, *rest = args
         return super()._run(method, (move_data_to_device(part, device), *rest))
-
-
-class _Counted:
-    """A loss that may be called so many times."""
-
-    def __init__(self, loss: Callable[[Any, Any], Tensor], most: int, name: str) -> None:
-        self.loss = loss
-        self.most = most
-        self.name = name
-        self.calls = 0
-
-    def __call__(self, x: Any, y: Any) -> Tensor:
-        self.calls += 1
-        if self.calls > self.most:
-            raise InnerLoopError(
-                f"the certificate has made {self.most} passes over {self.name}, and its proximal "
-                "point is not found: allow more passes, a larger tolerance, fewer batches, or an "
-                "envelope with a smaller rho (`certify(passes=..., tolerance=..., batches=..., "
-                "envelope=...)`)."
-            )
-        return self.loss(x, y)
 
 
 def _go_through(trainer: Any, loaders: Any, batches: int) -> tuple[dict[str, list[Any]], bool]:

@@ -414,3 +414,29 @@ def test_the_assumptions_of_the_theorem_are_named() -> None:
         "not known: the constraint qualification"
     )
     assert "unbounded" in certify(built, *point, problem.envelope, qualification=convex).theorem
+
+
+def test_few_passes_are_enough_or_say_how_accurate_they_were() -> None:
+    """g = y'Dy/2 with curvatures 1 and 100, rho = 10: psi is quadratic, z = y/(1 + rho D)."""
+    curvature = torch.tensor([1.0, 100.0], dtype=torch.float64)
+    calls = 0
+
+    def lower(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 0.5 * (curvature * y).dot(y) + 0 * x.sum()
+
+    problem = BilevelProblem(lambda x, y: (x * y[:1]).sum() + y.sum(), lower)
+    x = torch.ones(1, dtype=torch.float64)
+    y = torch.ones(2, dtype=torch.float64)
+    envelope = Envelope(rho=10.0, sigma=0.0, delta=1e-3)
+    exact = certify(problem, x, y, envelope, tolerance=1e-10)
+    assert certify(problem, x, y, envelope, tolerance=1e-10, passes=10_000) == exact
+    calls = 0
+    few = certify(problem, x, y, envelope, tolerance=1e-10, passes=12)
+    # 1 + 12 gradients for z; one for its accuracy, one at y, and the gap, which goes through twice.
+    assert calls <= 1 + 12 + 1 + 1 + 2
+    assert few.tolerance > 1e-10
+    # The envelope is overestimated, by at most tolerance^2/(2 m).
+    modulus = 1 / envelope.rho
+    assert 0.0 < exact.residual - few.residual <= few.tolerance**2 / (2 * modulus)
