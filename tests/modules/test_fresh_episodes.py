@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from running import same_parameters, trainer
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
     F2SA,
@@ -200,9 +201,9 @@ def test_it_learns(tmp_path: Path) -> None:
     assert float(run.callback_metrics["val_error"]) < before - 0.1
 
 
-def refused(ours: FewShot, batches: Any, message: str, tmp_path: Path) -> None:
+def refused(ours: FewShot, batch: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer(tmp_path, max_steps=2).fit(ours, batches)
+        trainer(tmp_path, max_steps=2).fit(ours, DataLoader([batch], batch_size=None))
 
 
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
@@ -217,7 +218,7 @@ def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
     (batch,) = source.train_dataloader()
     refused(
         module(),
-        [batch],
+        batch,
         "`FewShot(tasks=2)` was given a batch of 3 upper episodes: it has one head for each task "
         "of a batch, so they must agree.",
         tmp_path,
@@ -225,7 +226,7 @@ def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
     flat = {level: (part[0][:2].flatten(2), part[1][:2], None) for level, part in batch.items()}
     refused(
         module(),
-        [flat],
+        flat,
         "`FewShot` was given upper images of shape (2, 6, 256) and labels of shape (2, 6): they "
         "must be (tasks, images of a task, channels, height, width) and (tasks, images of a task).",
         tmp_path,
