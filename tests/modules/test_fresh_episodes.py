@@ -23,10 +23,13 @@ from lightning_bilevel import (
     BilevelModule,
     CertificateReport,
     Envelope,
+    Episodes,
     FewShot,
     GlyphEpisodes,
     MoreauGapMonitor,
     StreamingIVSP,
+    TaskEpisodes,
+    draw_glyphs,
 )
 from lightning_bilevel.modules.networks import TaskHeads, nearest_centroid
 
@@ -146,6 +149,16 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name: str, stop: int, tmp_path: P
     assert resumed.global_step == 7
     assert same_parameters(second, whole)
     assert not same_parameters(first, whole)
+
+
+def test_a_pool_of_tasks_from_elsewhere(tmp_path: Path) -> None:
+    images, labels = draw_glyphs(3, 3, size=16).flatten(0, 1), torch.arange(3).repeat_interleave(3)
+    pool = Episodes.from_tasks([(images + i, labels) for i in range(5)], count=5, shots=1)
+    ours = module()
+    run = trainer(tmp_path, max_steps=4)
+    run.fit(ours, datamodule=TaskEpisodes(pool, pool, pool, epoch_length=4, tasks_per_batch=2))
+    assert run.global_step == 4
+    assert not any(p.any() for p in ours.heads.parameters())
 
 
 @pytest.mark.parametrize("indexed", [False, True])
