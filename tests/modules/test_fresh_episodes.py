@@ -151,6 +151,30 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name: str, stop: int, tmp_path: P
     assert not same_parameters(first, whole)
 
 
+def test_half_precision_is_near_the_whole(tmp_path: Path) -> None:
+    infos = []
+    for precision in ("32-true", "bf16-mixed"):
+        ours = module()
+        run = trainer(tmp_path, max_steps=2, limit_val_batches=0, precision=precision)
+        run.fit(ours, datamodule=data())
+        assert all(p.dtype == torch.float32 for p in ours.parameters())
+        infos.append(ours.last_step)
+    assert infos[1].upper == pytest.approx(infos[0].upper, rel=0.05)
+    assert infos[1].upper != infos[0].upper
+
+
+def test_a_wrong_closed_form_is_refused(tmp_path: Path) -> None:
+    class Wrong(FewShot):
+        def lower_gradient(self, batch: Any, features: Any) -> Any:
+            return super().lower_gradient(batch, features)[:1]
+
+    torch.manual_seed(0)
+    ours = Wrong(tasks=2, ways=3, channels=4, image_size=16, solver=SOLVERS["f2sa"])
+    message = r"`Wrong\.lower_gradient\(\)` returned 24 numbers: the lower level has 30 trainable"
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(ours, datamodule=data())
+
+
 def test_a_pool_of_tasks_from_elsewhere(tmp_path: Path) -> None:
     images, labels = draw_glyphs(3, 3, size=16).flatten(0, 1), torch.arange(3).repeat_interleave(3)
     pool = Episodes.from_tasks([(images + i, labels) for i in range(5)], count=5, shots=1)
