@@ -218,7 +218,7 @@ def problem_of(
         def flat(features: Any, y: Tensor) -> Tensor:
             with torch.no_grad():
                 gradients = call(method, part, features, y=y)
-            vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            vector = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
             if vector.shape != y.shape:
                 raise ValueError(
                     f"`{type(functions.module).__name__}.{method}()` returned {vector.numel()} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from running import trainer
 from torch.utils.data import TensorDataset
 
-from lightning_bilevel import BOME, Episodes, FewShot, GlyphEpisodes, TaskEpisodes, draw_glyphs
+from lightning_bilevel import (
+    BOME,
+    F2SA,
+    Episodes,
+    FewShot,
+    GlyphEpisodes,
+    TaskEpisodes,
+    draw_glyphs,
+)
 
 # learn2learn is unmaintained and warns at its import.
 pytestmark = [pytest.mark.learn2learn, pytest.mark.filterwarnings("ignore")]
@@ -53,6 +62,21 @@ def test_a_taskset_is_a_source_of_episodes(tmp_path: Path) -> None:
     )
     run = trainer(tmp_path, max_steps=5)
     run.fit(module, datamodule=TaskEpisodes(episodes, episodes, episodes, epoch_length=5))
+    assert run.global_step == 5
+    assert "val_error" in run.callback_metrics
+
+
+def test_a_taskset_is_a_source_of_fresh_episodes(tmp_path: Path) -> None:
+    images = draw_glyphs(12, 6, size=16)
+    pool = Episodes.from_tasks(taskset(images, ways=3, examples=4), count=6, shots=1)
+    torch.manual_seed(0)
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    module = FewShot(
+        tasks=2, ways=3, channels=4, image_size=16, solver=partial(F2SA, upper_optimizer=adam)
+    )
+    run = trainer(tmp_path, max_steps=5)
+    data = TaskEpisodes(pool, pool, pool, epoch_length=5, tasks_per_batch=2)
+    run.fit(module, datamodule=data)
     assert run.global_step == 5
     assert "val_error" in run.callback_metrics
 

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from running import same_parameters, trainer
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
     F2SA,
@@ -22,10 +23,13 @@ from lightning_bilevel import (
     BilevelModule,
     CertificateReport,
     Envelope,
+    Episodes,
     FewShot,
     GlyphEpisodes,
     MoreauGapMonitor,
     StreamingIVSP,
+    TaskEpisodes,
+    draw_glyphs,
 )
 from lightning_bilevel.modules.networks import TaskHeads, nearest_centroid
 
@@ -147,6 +151,40 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name: str, stop: int, tmp_path: P
     assert not same_parameters(first, whole)
 
 
+def test_half_precision_is_near_the_whole(tmp_path: Path) -> None:
+    infos = []
+    for precision in ("32-true", "bf16-mixed"):
+        ours = module()
+        run = trainer(tmp_path, max_steps=2, limit_val_batches=0, precision=precision)
+        run.fit(ours, datamodule=data())
+        assert all(p.dtype == torch.float32 for p in ours.parameters())
+        infos.append(ours.last_step)
+    assert infos[1].upper == pytest.approx(infos[0].upper, rel=0.05)
+    assert infos[1].upper != infos[0].upper
+
+
+def test_a_wrong_closed_form_is_refused(tmp_path: Path) -> None:
+    class Wrong(FewShot):
+        def lower_gradient(self, batch: Any, features: Any) -> Any:
+            return super().lower_gradient(batch, features)[:1]
+
+    torch.manual_seed(0)
+    ours = Wrong(tasks=2, ways=3, channels=4, image_size=16, solver=SOLVERS["f2sa"])
+    message = r"`Wrong\.lower_gradient\(\)` returned 24 numbers: the lower level has 30 trainable"
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(ours, datamodule=data())
+
+
+def test_a_pool_of_tasks_from_elsewhere(tmp_path: Path) -> None:
+    images, labels = draw_glyphs(3, 3, size=16).flatten(0, 1), torch.arange(3).repeat_interleave(3)
+    pool = Episodes.from_tasks([(images + i, labels) for i in range(5)], count=5, shots=1)
+    ours = module()
+    run = trainer(tmp_path, max_steps=4)
+    run.fit(ours, datamodule=TaskEpisodes(pool, pool, pool, epoch_length=4, tasks_per_batch=2))
+    assert run.global_step == 4
+    assert not any(p.any() for p in ours.heads.parameters())
+
+
 @pytest.mark.parametrize("indexed", [False, True])
 def test_the_closed_form_is_the_gradient(indexed: bool) -> None:
     torch.manual_seed(1)
@@ -200,9 +238,9 @@ def test_it_learns(tmp_path: Path) -> None:
     assert float(run.callback_metrics["val_error"]) < before - 0.1
 
 
-def refused(ours: FewShot, batches: Any, message: str, tmp_path: Path) -> None:
+def refused(ours: FewShot, batch: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer(tmp_path, max_steps=2).fit(ours, batches)
+        trainer(tmp_path, max_steps=2).fit(ours, DataLoader([batch], batch_size=None))
 
 
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
@@ -217,7 +255,7 @@ def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
     (batch,) = source.train_dataloader()
     refused(
         module(),
-        [batch],
+        batch,
         "`FewShot(tasks=2)` was given a batch of 3 upper episodes: it has one head for each task "
         "of a batch, so they must agree.",
         tmp_path,
@@ -225,7 +263,7 @@ def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
     flat = {level: (part[0][:2].flatten(2), part[1][:2], None) for level, part in batch.items()}
     refused(
         module(),
-        [flat],
+        flat,
         "`FewShot` was given upper images of shape (2, 6, 256) and labels of shape (2, 6): they "
         "must be (tasks, images of a task, channels, height, width) and (tasks, images of a task).",
         tmp_path,
