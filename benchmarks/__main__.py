@@ -24,12 +24,15 @@ SECTIONS = (
     "calls",
     "byhand",
     "boat",
-    "target",
+    "stationarity",
+    "accuracy",
     "memory",
     "growth",
     "processes",
     "chunks",
     "monitors",
+    "streaming",
+    "streaming_trainer",
 )
 
 

@@ -1,4 +1,6 @@
-"""Hyper-cleaning by betty: implicit gradients by finite differences ("darts"), its default."""
+"""Hyper-cleaning by betty 0.2.1: implicit gradients by finite differences ("darts"), which is what
+it does by default.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,27 @@ class Betty:
                     {"images": batch[0], "labels": batch[1]}, self.upper.module, self.module
                 )
 
-        self.network, self.steps = task.build().classifier, steps
+        self.network = task.build().classifier
+        self.steps = steps
         weights = Weights(len(task.data.lower[0]))
         adam = torch.optim.Adam(weights.parameters(), lr[0])
         descent = torch.optim.SGD(self.network.parameters(), lr[1])
-        clean, noisy = [task.data.upper[:2]], [task.data.lower[:2]]
-        upper = Upper("upper", Config(), weights, adam, train_data_loader=clean, device="cpu")
+        clean = [task.data.upper[:2]]
+        noisy = [task.data.lower[:2]]
+        upper = Upper("upper", Config(), weights, adam, train_data_loader=clean)
         lower = Lower(
             "lower",
             Config(unroll_steps=steps),
             self.network,
             descent,
             train_data_loader=noisy,
-            device="cpu",
         )
         dependencies: dict[str, Any] = {"u2l": {upper: [lower]}, "l2u": {lower: [upper]}}
         logging.disable(logging.INFO)  # betty tells what it has understood
         self.engine = Engine(
-            problems=[upper, lower], config=EngineConfig(), dependencies=dependencies
+            problems=[upper, lower],
+            config=EngineConfig(strategy="cpu"),
+            dependencies=dependencies,
         )
         logging.disable(logging.NOTSET)
         self.engine.train()

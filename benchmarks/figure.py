@@ -14,12 +14,19 @@ OURS, RIVALS = "#D55E00", "#0072B2"
 
 
 def draw(sections: Mapping[str, Section], path: Path) -> None:
-    """Draw those of the four panels that there are results for."""
-    panels = {"boat": ratios, "target": losses, "memory": memory, "growth": growth}
+    """Draw those of the five panels that there are results for."""
+    panels = {
+        "boat": ratios,
+        "stationarity": stationarity,
+        "accuracy": accuracy,
+        "memory": memory,
+        "growth": growth,
+    }
     there = [name for name in panels if name in sections]
     if not there:
         return
-    columns, rows = min(2, len(there)), (len(there) + 1) // 2
+    columns = min(3, len(there))
+    rows = -(-len(there) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, name in zip(axes, there, strict=False):
@@ -39,27 +46,28 @@ def ratios(axis: Any, section: Section) -> None:
     axis.set_title("time of an iteration, BOAT / ours", fontsize=10)
 
 
-def losses(axis: Any, section: Section) -> None:
+def stationarity(axis: Any, section: Section) -> None:
+    descents(axis, section)
+    axis.set_title("KKT residual, MNIST hyper-cleaning", fontsize=10)
+    axis.set_xlabel("passes of f and g")
+
+
+def accuracy(axis: Any, section: Section) -> None:
+    descents(axis, section)
+    axis.set_title("test error, MNIST hyper-cleaning", fontsize=10)
+    axis.set_xlabel("seconds of processor time")
+
+
+def descents(axis: Any, section: Section) -> None:
     for number, curve in enumerate(section.curves):
-        mine = curve.name == "IVSP"
         # Ten colours for more curves than that: those of other libraries, whose names have two
         # words, are dashed.
         style = "--" if " " in curve.name else "-"
-        colour = OURS if mine else f"C{number % 10}"
-        axis.loglog(
-            curve.xs,
-            curve.ys,
-            style,
-            label=curve.name,
-            color=colour,
-            linewidth=2.5 if mine else 1.2,
-        )
-    # One that diverges leaves the picture.
-    axis.set_ylim(5e-3, 2 * max(curve.ys[0] for curve in section.curves))
-    for target in (0.1, 0.01):
-        axis.axhline(target, color="0.7", linewidth=0.8, zorder=0)
-    axis.set_title("validation loss, MNIST hyper-cleaning", fontsize=10)
-    axis.set_xlabel("seconds of optimisation")
+        axis.plot(curve.xs, curve.ys, f"o{style}", label=curve.name, color=f"C{number % 10}")
+    for line in axis.lines:
+        line.set(linewidth=1.2, markersize=3)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
     axis.legend(fontsize=5.5, ncols=2)
 
 

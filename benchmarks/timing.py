@@ -31,3 +31,8 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     """Return p of the power law cost = c * size^p, by least squares of the logarithms."""
     xs, ys = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     return statistics.linear_regression(xs, ys).slope
+
+
+def doublings(most: float, count: int = 6) -> list[float]:
+    """Return numbers of which each is half of the next, up to the last one."""
+    return [most / 2**power for power in reversed(range(count))]

@@ -78,7 +78,7 @@ def main(short: bool = False, out: Path = Path("walkthrough.png")) -> Certificat
     figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axis = figure.subplots()
     axis.loglog(
-        [max(info.residual, 1e-6) for info in records.steps], label="Moreau gap R", color="#0072B2"
+        [max(info.residual, 1e-6) for info in records.steps], label="residual R", color="#0072B2"
     )
     axis.loglog([info.mu for info in records.steps], label="smoothing mu", color="#999999")
     axis.loglog([info.multiplier for info in records.steps], label="multiplier", color="#D55E00")

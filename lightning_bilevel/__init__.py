@@ -21,6 +21,15 @@ from lightning_bilevel.core.errors import NonFiniteError as NonFiniteError
 from lightning_bilevel.core.moreau import Envelope as Envelope
 from lightning_bilevel.core.problem import BilevelProblem as BilevelProblem
 from lightning_bilevel.core.problem import Calls as Calls
+from lightning_bilevel.core.qualification import Condition as Condition
+from lightning_bilevel.core.qualification import ConstantAffineSegments as ConstantAffineSegments
+from lightning_bilevel.core.qualification import Reweighted as Reweighted
+from lightning_bilevel.core.qualification import (
+    ReweightedSigmoidNetwork as ReweightedSigmoidNetwork,
+)
+from lightning_bilevel.core.qualification import StrictlyConvex as StrictlyConvex
+from lightning_bilevel.core.qualification import Verdict as Verdict
+from lightning_bilevel.core.qualification import cross_entropy_bound as cross_entropy_bound
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +11,34 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["Solution", "solve"]
+__all__ = ["Proved", "Solution", "solve"]
+
+# What the looks of `solve(epsilon=...)` may add to the optimisation time.
+_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Proved:
+    """The point that the convergence theorem of the method speaks of.
+
+    Attributes:
+        x: The upper-level variables.
+        y: The lower-level variables.
+        certificate: The KKT residuals there, of the method's own relaxation.
+        iteration: The number of the iteration that led there, from 1.
+    """
+
+    x: Tensor
+    y: Tensor
+    certificate: Certificate
+    iteration: int
 
 
 @dataclass(frozen=True)
@@ -25,12 +46,15 @@ class Solution:
     """The end of a run.
 
     Attributes:
-        x: The upper-level variables.
-        y: The lower-level variables.
+        x: The upper-level variables of the last iterate.
+        y: The lower-level variables of the last iterate.
         certificate: The KKT residuals at (x, y); None if neither the solver nor the call named an
             envelope.
         history: The record of every outer iteration.
         tally: The counts over all iterations.
+        proved: The point that the theorem speaks of, which is another one than the last iterate;
+            None if the method does not keep it.
+        reached: Whether the KKT residual is at most the ``epsilon`` of the call; None without one.
     """
 
     x: Tensor
@@ -38,6 +62,8 @@ class Solution:
     certificate: Certificate | None
     history: list[StepInfo]
     tally: Tally
+    proved: Proved | None = None
+    reached: bool | None = None
 
     @property
     def reading(self) -> str:
@@ -58,6 +84,7 @@ def solve(
     *,
     envelope: Envelope | None = None,
     tolerance: float | None = None,
+    epsilon: float | None = None,
 ) -> Solution:
     """Run a solver on a problem.
 
@@ -67,9 +94,13 @@ def solve(
         y0: The start of the lower level, a flat vector.
         solver: A class or function that makes the solver from parameter groups, such as
             ``functools.partial(IVSP, rho=0.5)``.
-        max_steps: The number of outer iterations.
+        max_steps: The number of outer iterations; with ``epsilon`` the most.
         envelope: The Moreau envelope of the certificate; None takes the solver's own.
         tolerance: The accuracy of the certificate's proximal point.
+        epsilon: End the run when all three KKT residuals are at most that; None makes all
+            iterations. The residuals are evaluated whenever that has taken less than a tenth of
+            the optimisation time so far, so the run may make a few iterations too many, and their
+            number may differ from one run to the next.
 
     Example:
         >>> from functools import partial
@@ -95,6 +126,10 @@ def solve(
             f"`solve(tolerance={tolerance})` must be positive, or None for what the dtype allows "
             "comfortably."
         )
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(
+            f"`solve(epsilon={epsilon})` must be positive, or None to make all iterations."
+        )
     x, y = _start("x0", x0), _start("y0", y0)
     groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
     optimizer = _build_solver(solver, groups)
@@ -102,26 +137,98 @@ def solve(
     start = problem.check(
         problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach())
     )
+    look = _Look(problem, optimizer, (x, y), envelope, tolerance, start)
     history: list[StepInfo] = []
     tally = Tally()
     for _ in range(max_steps):
         info = optimizer.step(problem=problem)
         history.append(info)
         tally.add(info)
-    x, y = x.detach(), y.detach()
-    envelope = envelope or optimizer.envelope
-    certificate = None
-    if envelope is not None:
+        if epsilon is not None and look.reaches(epsilon, info):
+            break
+    certificate = look.last()
+    reached = None
+    if epsilon is not None and certificate is not None:
+        reached = certificate.kkt <= epsilon
+    return Solution(x.detach(), y.detach(), certificate, history, tally, look.proved(), reached)
+
+
+@dataclass
+class _Look:
+    """The certificates of a run.
+
+    Attributes:
+        problem: f, g and the sets.
+        optimizer: The solver.
+        point: The parameters x and y of the solver.
+        envelope: The Moreau envelope; None is the solver's own.
+        tolerance: The accuracy of the proximal point.
+        start: The gradients at the start of the run.
+        seconds: The time that the certificates have taken.
+        known: The last certificate of an iterate, with its iteration.
+    """
+
+    problem: BilevelProblem
+    optimizer: BilevelOptimizer
+    point: tuple[Tensor, Tensor]
+    envelope: Envelope | None
+    tolerance: float | None
+    start: Start
+    seconds: float = 0.0
+    known: tuple[int, Certificate] | None = None
+
+    def reaches(self, epsilon: float, info: StepInfo) -> bool:
+        """Tell whether the KKT residual is at most epsilon; not if it is too early for a look."""
+        if self.seconds > _SHARE * info.optimization_time:
+            return False
+        certificate = self.last()
+        if certificate is None:
+            raise ValueError(
+                f"`solve(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, and "
+                f"{type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
+            )
+        return certificate.kkt <= epsilon
+
+    def last(self) -> Certificate | None:
+        """Return the certificate of the last iterate; None without an envelope."""
+        envelope = self.envelope or self.optimizer.envelope
+        if envelope is None:
+            return None
+        iteration = self.optimizer.progress.iterations
+        if self.known is None or self.known[0] != iteration:
+            name = f"the last iterate, iteration {iteration}"
+            multiplier = self.optimizer.multiplier
+            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
+        return self.known[1]
+
+    def proved(self) -> Proved | None:
+        """Return the point of the theorem with its certificate, if the solver keeps it."""
+        kept = self.optimizer.proved
+        envelope = self.optimizer.envelope
+        if kept is None or envelope is None:
+            return None
+        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
+        return Proved(kept.x, kept.y, certificate, kept.iteration)
+
+    def _certify(
+        self,
+        point: tuple[Tensor, Tensor],
+        envelope: Envelope,
+        multiplier: float | None,
+        name: str,
+    ) -> Certificate:
+        began = time.perf_counter()
         certificate = certify(
-            problem,
-            x,
-            y,
+            self.problem,
+            *point,
             envelope,
-            multiplier=optimizer.multiplier,
-            tolerance=tolerance,
-            start=start,
+            multiplier=multiplier,
+            tolerance=self.tolerance,
+            start=self.start,
+            point=name,
         )
-    return Solution(x, y, certificate, history, tally)
+        self.seconds += time.perf_counter() - began
+        return certificate
 
 
 def _build_solver(solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:

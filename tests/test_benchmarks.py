@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, boat, memory, results, target, tasks
+from benchmarks import (
+    accuracy,
+    baselines,
+    boat,
+    contenders,
+    memory,
+    results,
+    stationarity,
+    tasks,
+)
 from benchmarks.results import Curve, Row, Section
-from benchmarks.timing import exponent, in_turns, ratio
-from lightning_bilevel import Baseline, DigitsCleaning
+from benchmarks.timing import doublings, exponent, in_turns, ratio
+from lightning_bilevel import Baseline, BilevelError, DigitsCleaning, Envelope, certify
 
 TINY = tasks.Size(
     n=20,
@@ -24,6 +35,7 @@ TINY = tasks.Size(
     steps=2,
     rounds=1,
     seconds=0.05,
+    passes=40,
     most_coordinates=3000,
     most_samples=1200,
     most_episodes=9,
@@ -34,7 +46,7 @@ TINY = tasks.Size(
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
     # No rival is installed, whatever is.
-    for module in (boat, memory, target):
+    for module in (boat, memory, contenders):
         monkeypatch.setattr(module, "installed", lambda package: None)
     return tmp_path
 
@@ -42,16 +54,30 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks"]
+    "name",
+    [
+        "overhead",
+        "calls",
+        "byhand",
+        "boat",
+        "stationarity",
+        "accuracy",
+        "memory",
+        "growth",
+        "chunks",
+        "streaming",
+        "streaming_trainer",
+    ],
 )
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     command.run([name], TINY, tiny)
     section = Section.load(tiny / f"{name}.json")
     assert section.rows
     rivals = [row for row in section.rows if row.verdict == "skipped"]
-    assert len(rivals) == {"boat": 3, "target": 9, "memory": 2}.get(name, 0)
+    assert len(rivals) == {"boat": 3, "accuracy": 9, "memory": 2}.get(name, 0)
     assert section.title in (tiny / "table.md").read_text()
-    assert (tiny / "benchmarks.png").exists() == (name in ("boat", "target", "memory", "growth"))
+    drawn = ("boat", "stationarity", "accuracy", "memory", "growth")
+    assert (tiny / "benchmarks.png").exists() == (name in drawn)
 
 
 def test_those_that_are_there_are_not_run_again_unless_they_are_named(
@@ -124,16 +150,73 @@ def test_a_row_says_whether_it_meets_its_target(limits: dict[str, Any], verdict:
     assert results.skipped("", "a-package").verdict == "skipped"
 
 
-def test_who_is_first_to_a_target() -> None:
-    ours = Curve("IVSP", [1.0, 2.0, 3.0], [0.5, 0.1, 0.01])
-    method = Curve("slm", [1.0, 5.0], [0.5, 0.09])
-    library = Curve("higher 5", [4.0, 8.0], [0.1, 0.05])
-    found = {row.what: row for row in target.verdicts([ours, method, library], limit=30.0)}
-    assert found["IVSP to 0.1 before all others"].value == 2.0
-    assert found["IVSP to 0.1 before all others"].note == "the fastest is higher 5"
-    assert found["IVSP to 0.01 before other libraries"].value == 10.0
-    assert found["IVSP to 0.01 before other libraries"].note.startswith("none reached it")
-    assert target.verdicts([Curve("IVSP", [1.0], [0.5]), library], limit=30.0) == []
+def test_each_number_is_half_of_the_next() -> None:
+    assert doublings(400, 4) == [50, 100, 200, 400]
+
+
+@pytest.mark.integration
+def test_a_method_is_judged_as_a_certificate_of_that_point_is(tiny: Path) -> None:
+    """Its passes are the first at or after each number, and IVSP's envelope is everybody's."""
+    curve = stationarity.descent("meha", TINY)
+    _, module, method, problem = contenders.method("meha", TINY)
+    infos = []
+    while not infos or infos[-1].passes < TINY.passes:
+        infos.append(method.step(problem=problem))
+    passes = [info.passes for info in infos]
+    asked = doublings(TINY.passes)
+    assert curve.xs == [next(count for count in passes if count >= most) for most in asked]
+    envelope = Envelope(rho=0.05, sigma=1.0, delta=1e-3)
+    found = certify(problem, *module.point, envelope, tolerance=1e-3)
+    assert curve.ys[-1] == found.smallest_kkt > 0
+
+
+def test_a_run_is_measured_at_the_first_iteration_after_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(accuracy.time, "process_time", lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += 3.0
+
+    curve = accuracy.descent("a", step, lambda: 1 / clock[0], most=32.0)
+    assert curve.xs == [3.0, 3.0, 6.0, 9.0, 18.0, 33.0]
+    assert curve.ys == [1 / x for x in curve.xs]
+
+
+def test_a_run_that_diverges_has_no_last_error() -> None:
+    values = iter([0.5, 0.4, float("nan")])
+    curve = accuracy.descent("a", lambda: sum(range(1000)), lambda: next(values), most=1e-4)
+    assert curve.ys == [0.5, 0.4]
+    found = accuracy.row(curve, 1e-4)
+    assert found.value is None
+    assert found.note.startswith("it diverged; 0.500 after ")
+
+    def fails() -> None:
+        raise BilevelError("it diverges")
+
+    at_once = accuracy.row(accuracy.descent("a", fails, lambda: 0.5, most=1.0), 1.0)
+    assert (at_once.value, at_once.note) == (None, "it diverged at once")
+
+
+def test_a_row_has_the_last_number_and_the_earlier_ones_as_its_note() -> None:
+    found = accuracy.row(
+        Curve("a", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]), 32
+    )
+    assert found.what == "a: test error after 32 s"
+    assert found.value == 0.1
+    assert found.note.split(", ")[-1] == "0.200 after 16 s"
+    found = stationarity.row(Curve("a", [1000.0, 2001.0], [0.25, 0.125]))
+    assert found.what == "a: KKT residual after 2,001 passes"
+    assert (found.value, found.note) == (0.125, "0.25 after 1,000")
+    assert stationarity.row(Curve("a", [], [])).note == "it diverged at once"
+
+
+def test_an_error_is_the_share_of_wrong_predictions() -> None:
+    images = torch.eye(4)
+    labels = torch.tensor([0, 1, 2, 0])
+    assert accuracy.error(torch.nn.Identity(), (images, labels)) == 0.25
+    assert math.isnan(accuracy.error(torch.nn.Identity(), (images / 0, labels)))
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -152,8 +235,6 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_memory_counts_what_is_held_at_once() -> None:
-    import torch
-
     def work() -> None:
         first = torch.zeros(1000, dtype=torch.float64)
         del first

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PROBLEMS, groups, make_ivsp, point_of
+from clocks import Clock
+from helpers import PROBLEMS, groups, make_ivsp, paper_constants, point_of
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -56,7 +57,11 @@ def test_is_the_loop_around_a_solver() -> None:
     assert torch.equal(solution.x, point_of(optimizer)[0])
     assert torch.equal(solution.y, point_of(optimizer)[1])
     point = (solution.x, solution.y)
-    known = {"multiplier": optimizer.multiplier, "start": built.check(x0, y0)}
+    known = {
+        "multiplier": optimizer.multiplier,
+        "start": built.check(x0, y0),
+        "point": "the last iterate, iteration 12",
+    }
     assert solution.certificate == certify(built, *point, problem.envelope, **known)
     assert not solution.x.requires_grad
 
@@ -114,8 +119,15 @@ def test_a_solver_without_envelope_has_no_certificate_unless_one_is_named() -> N
     named = solve(problem.build(), x0, y0, Halving, max_steps=2, envelope=problem.envelope)
     built = problem.build()
     assert named.certificate == certify(
-        built, x0 / 4, y0 / 4, problem.envelope, start=built.check(x0, y0)
+        built,
+        x0 / 4,
+        y0 / 4,
+        problem.envelope,
+        start=built.check(x0, y0),
+        point="the last iterate, iteration 2",
     )
+    assert named.proved is None
+    assert named.reached is None
     assert named.certificate is not None
     assert not named.certificate.own_multiplier
 
@@ -244,3 +256,91 @@ def test_the_certificate_knows_the_start_in_the_sets() -> None:
     assert certificate is not None
     assert certificate.first_upper_gradient == pytest.approx(20**0.5)
     assert certificate.first_lower_gradient == pytest.approx(2.0)
+
+
+def test_the_theorem_s_point_is_returned_with_its_certificate() -> None:
+    problem = by_name["ball"]
+    built = problem.build()
+    solution = solve(built, *problem.at(), make_ivsp(problem), max_steps=40)
+    proved = solution.proved
+    assert proved is not None
+    optimizer = make_ivsp(problem)(groups(*problem.at()))
+    for _ in range(proved.iteration):
+        info = optimizer.step(problem=built)
+    assert torch.equal(proved.x, point_of(optimizer)[0])
+    assert torch.equal(proved.y, point_of(optimizer)[1])
+    assert proved.certificate.multiplier == info.multiplier
+    assert proved.certificate.point.startswith(
+        f"the theorem's point, iteration {proved.iteration} of 40 (k^ = {proved.iteration - 1}); "
+    )
+    expected = certify(built, proved.x, proved.y, problem.envelope, multiplier=info.multiplier)
+    assert proved.certificate.stationarity == expected.stationarity
+
+
+class TestEpsilon:
+    problem = by_name["sine"]
+
+    def test_the_run_ends_where_it_is_reached(self) -> None:
+        start = self.problem.at()
+        long = solve(self.problem.build(), *start, make_ivsp(self.problem), max_steps=400)
+        assert long.certificate is not None
+        assert long.certificate.kkt < 1e-3
+        ended = solve(
+            self.problem.build(), *start, make_ivsp(self.problem), max_steps=400, epsilon=1e-2
+        )
+        assert ended.reached is True
+        assert ended.certificate is not None
+        assert ended.certificate.kkt <= 1e-2
+        assert ended.certificate.point == f"the last iterate, iteration {len(ended.history)}"
+        assert 1 < len(ended.history) < 400
+        assert [info.step for info in ended.history] == [
+            info.step for info in long.history[: len(ended.history)]
+        ]
+
+    def test_looks_take_a_tenth_of_the_time(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An iteration takes a second and a look four: one at 1, 40 and 80."""
+        looks: list[str] = []
+
+        class Slow(IVSP):
+            def advance(self, *args: Any) -> tuple[Tensor, Tensor, IVSPInfo]:
+                clock.now += 1.0
+                return super().advance(*args)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            looks.append(kwargs["point"])
+            clock.now += 4.0
+            return certify(*args, **kwargs)
+
+        monkeypatch.setattr("lightning_bilevel.solving.certify", slow)
+        solver = partial(Slow, **paper_constants(self.problem))
+        solve(self.problem.build(), *self.problem.at(), solver, max_steps=100, epsilon=1e-30)
+        # At the end come the last iterate and the point of the theorem.
+        assert looks[:-1] == [f"the last iterate, iteration {n}" for n in (1, 40, 80, 100)]
+        assert looks[-1].startswith("the theorem's point")
+
+    def test_one_that_is_not_reached_makes_all_iterations(self) -> None:
+        got = solve(
+            self.problem.build(),
+            *self.problem.at(),
+            make_ivsp(self.problem),
+            max_steps=5,
+            epsilon=1e-30,
+        )
+        assert got.reached is False
+        assert len(got.history) == 5
+
+    @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan")])
+    def test_it_must_be_positive(self, epsilon: float) -> None:
+        message = f"`solve(epsilon={epsilon})` must be positive, or None to make all iterations."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            solve(self.problem.build(), *self.problem.at(), epsilon=epsilon)
+
+    def test_it_needs_an_envelope(self) -> None:
+        message = (
+            "`solve(epsilon=0.1)` needs the Moreau envelope of the KKT residuals, and Halving has "
+            "none of its own: give `envelope=...` too."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            solve(self.problem.build(), *self.problem.at(), Halving, epsilon=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.table import table
 
@@ -35,6 +37,10 @@ class CertificateReport(Callback):
     the HParams table. It is saved as ``certificate.json`` in the folder of the checkpoints; without
     checkpoints, in the folder of the logs; without a logger, in the Trainer's ``default_root_dir``.
 
+    The certificate is of the point that fit ends with. If the solver keeps the point that its
+    convergence theorem speaks of, that one is certified too: in a table of its own, and under
+    ``proved`` in the file.
+
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
             1e-9 in float64 and 1e-5 in float32, and 1e-3 after a run on mini-batches.
@@ -46,6 +52,7 @@ class CertificateReport(Callback):
 
     Attributes:
         certificate: The certificate, once fit has ended.
+        proved: The certificate of the theorem's point, if there is one.
         tally: The counts that the reading is based on.
     """
 
@@ -63,6 +70,7 @@ class CertificateReport(Callback):
         self.batches = batches
         self.passes = passes
         self.certificate: Certificate | None = None
+        self.proved: Certificate | None = None
         self.tally = Tally()
 
     @override
@@ -81,6 +89,10 @@ class CertificateReport(Callback):
         self.certificate, why = self._certify(pl_module)
         title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
         text = as_text(title, self.certificate, self.tally, optimizer, _validation(trainer))
+        self.proved = None
+        if optimizer.proved is not None:
+            self.proved = pl_module.certify(tolerance=self.tolerance, proved=True)
+            text = f"{text}\n{_proved_table(optimizer.proved, self.proved)}"
         if isinstance(pl_module.last_step, StreamInfo) and self.certificate is not None:
             why = f"The certificates of this run took {pl_module.evaluation_time:.1f} s."
         self._print("\n".join([text, *([textwrap.fill(why, 110)] if why else [])]))
@@ -133,7 +145,7 @@ class CertificateReport(Callback):
             return
         path = Path(checkpoints or folder) / "certificate.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
+        content: dict[str, Any] = {
             "run": title,
             "iteration": optimizer.progress.iterations,
             "optimization_time": optimizer.progress.optimization_time,
@@ -143,6 +155,8 @@ class CertificateReport(Callback):
             "chosen": dict(optimizer.chosen),
             "counts": self.tally.as_dict(),
         }
+        if optimizer.proved is not None and self.proved is not None:
+            content["proved"] = _proved_entry(optimizer.proved, self.proved)
         write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
@@ -167,6 +181,37 @@ def as_text(
     ]
     filled = [textwrap.fill(sentence, 110, subsequent_indent="  ") for sentence in sentences]
     return "\n".join([drawn, *filled])
+
+
+def _proved_table(point: ProvedPoint, certificate: Certificate | None) -> str:
+    """Lay out the certificate of the theorem's point, with the bounds of the theorem."""
+    assert certificate is not None  # a solver with such a point has an envelope
+
+    def bounded(value: float, bound: float) -> str:
+        return f"{value:.3e}" + ("" if math.isinf(bound) else f" (at most {bound:.3e})")
+
+    rows = [
+        ("iteration", f"{point.iteration} of {point.iterations} (k^ = {point.iteration - 1})"),
+        ("KKT stationarity", f"{certificate.stationarity:.3e}"),
+        ("KKT feasibility", bounded(certificate.feasibility, point.feasibility_bound)),
+        ("KKT complementarity", bounded(certificate.complementarity, point.complementarity_bound)),
+        ("multiplier", f"{certificate.multiplier:.4g}"),
+    ]
+    return table("the theorem's point", rows)
+
+
+def _proved_entry(point: ProvedPoint, certificate: Certificate) -> dict[str, Any]:
+    bounds = {
+        "feasibility_bound": point.feasibility_bound,
+        "complementarity_bound": point.complementarity_bound,
+    }
+    return {
+        "iteration": point.iteration,
+        "omega": point.omega,
+        # JSON has no infinity.
+        **{name: None if math.isinf(bound) else bound for name, bound in bounds.items()},
+        "certificate": certificate.as_dict(),
+    }
 
 
 def _metrics(certificate: Certificate) -> dict[str, float]:

@@ -24,8 +24,9 @@ class KKTMonitor(CertificateMonitor):
     The tags are ``bilevel/kkt_stationarity``, ``bilevel/kkt_feasibility``,
     ``bilevel/kkt_complementarity``, ``bilevel/kkt_residual`` (the maximum), ``bilevel/kkt_best``
     (the smallest maximum so far) and ``bilevel/kkt_multiplier``. The theory of IVSP promises a good
-    iterate in the second half of a run, which need not be the last one. So the monitor keeps the
-    best point that it has looked at, also in checkpoints.
+    iterate in the second half of a run, which need not be the last one; ``module.proved`` is that
+    point. The monitor keeps another one, also in checkpoints: the best of all that it has looked
+    at.
 
     Args:
         epsilon: Stop the run when all three residuals are at most this; None never stops it.

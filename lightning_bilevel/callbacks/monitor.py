@@ -66,7 +66,7 @@ def is_underway(trainer: Trainer, pl_module: Any) -> bool:
 def usual_tolerance(trainer: Trainer) -> float:
     """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.
 
-    float64 resolves the stationarity better.
+    In float64 that is stricter than the paper, which has 1e-3 throughout and names no dtype.
     """
     return 1e-6 if trainer.precision == "64-true" else 1e-3
 

@@ -17,12 +17,12 @@ class MoreauGapMonitor(CertificateMonitor):
     r"""Logs how far the lower level is violated, in the same way for every solver.
 
     The proximal point z is computed independently of the solver, by projected gradient with
-    monotone backtracking from z = y:
+    backtracking from z = y:
 
-    - ``bilevel/violation``: :math:`[R(x, y)]_+`;
+    - ``bilevel/violation``: :math:`[R(x, y)]_+`, with :math:`R = H - \delta` of the Moreau gap H;
     - ``bilevel/prox_distance``: :math:`\|y - z\|`;
-    - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho\delta/(1 - \rho\sigma)}`, which bounds
-      that distance where :math:`R \le 0`.
+    - ``bilevel/prox_distance_bound``: :math:`\sqrt{2\rho(\delta + [R]_+)/(1 - \rho\sigma)}`, which
+      bounds that distance.
 
     Its arguments say when it looks, see
     :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.

@@ -114,6 +114,18 @@ class BilevelCLI(LightningCLI):
         }
 
     @override
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "proved":
+                # `--proved` alone is enough; `--proved=false` still works.
+                action.nargs = "?"
+                action.const = True
+        return parser
+
+    @override
     def _parse_ckpt_path(self) -> None:
         """Refuse a file that is no checkpoint with our message: Lightning reads it here first."""
         try:

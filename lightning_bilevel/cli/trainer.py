@@ -46,6 +46,7 @@ class BilevelTrainer(Trainer):
         ckpt_path: str | None = None,
         tolerance: float | None = None,
         weights_only: bool | None = None,
+        proved: bool = False,
     ) -> Certificate | None:
         """Print the certificate of a checkpoint.
 
@@ -57,6 +58,8 @@ class BilevelTrainer(Trainer):
                 means 1e-9 in float64 and 1e-5 in float32.
             weights_only: As for ``fit``: whether to refuse a checkpoint that has anything but
                 tensors and plain values.
+            proved: Certify the point that the convergence theorem speaks of, instead of the last
+                iterate.
         """
         if ckpt_path is None or not Path(ckpt_path).is_file():
             raise MisconfigurationException(
@@ -65,7 +68,7 @@ class BilevelTrainer(Trainer):
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
         batch = self.restore(model, datamodule, ckpt_path, weights_only)
-        certificate = model.certify(batch=batch, tolerance=tolerance)
+        certificate = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         if certificate is None:
             raise MisconfigurationException(
                 f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in "

@@ -6,24 +6,30 @@ For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier
 .. math::
     \Phi^s = \operatorname{dist}(0, \nabla f + \lambda \nabla R + N_C(w)), \qquad
     \Phi^f = [R(w)]_+, \qquad \Phi^c = |\lambda R(w)|
+
+For a lower level that is not convex, R <= 0 says that y is nearly stationary for g(x, .), which it
+also is at a maximum: that y is nearly optimal is not certified.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.assumptions import theorem
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap
+from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest_residual
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox
+from lightning_bilevel.core.qualification import Qualification, judge
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
 
-__all__ = ["Certificate", "certify", "least_squares_multiplier"]
+__all__ = ["Certificate", "certify"]
 
 
 @dataclass(frozen=True)
@@ -37,20 +43,25 @@ class Certificate:
         multiplier: :math:`\lambda`.
         own_multiplier: Whether the solver reported the multiplier. Otherwise it is the
             least-squares one.
-        residual: R itself, negative where the constraint is slack.
+        smallest_kkt: The smallest value of ``kkt`` over all multipliers :math:`\lambda \ge 0`.
+        gap: H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .).
+        residual: R = H - delta, the relaxed residual, negative where the constraint is slack.
         upper: f.
         lower: g.
         prox_distance: |y - z|, z the proximal point.
-        prox_stationarity: |y - z| / rho, how far z is from being stationary for g(x, .).
-        distance_bound: What delta guarantees for ``prox_distance`` where R <= 0.
-        stationarity_bound: What delta guarantees for ``prox_stationarity`` where R <= 0.
+        prox_stationarity: |y - z| / rho, a bound on how far z, not y, is from being stationary for
+            g(x, .) over Y; equal to it where z is in the interior of Y.
+        distance_bound: What delta + ``feasibility`` guarantees for ``prox_distance``.
+        stationarity_bound: What delta + ``feasibility`` guarantees for ``prox_stationarity``.
         rho: The parameter of the Moreau envelope.
         sigma: The assumed weak-convexity modulus.
         delta: The relaxation.
         tolerance: The accuracy of the proximal point.
         held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y
             absorbs; 0 unless y is on the boundary.
-        qualification: Why the constraint qualification (ENNAMCQ) holds, or "not known".
+        qualification: Why the constraint qualification (ENNAMCQ) holds or fails, or "not known".
+        theorem: Whether the convergence theorem of IVSP covers the problem, as far as its
+            assumptions can be seen.
         upper_gradient: The norm of the gradient of f.
         lower_gradient: How far y itself is from being stationary for g(x, .).
         upper_norm: |x|.
@@ -59,6 +70,7 @@ class Certificate:
         first_lower_gradient: ``lower_gradient`` at the start of the run; None if unknown.
         evaluated_on: The data that f and g were evaluated on, in words; empty for the data of the
             whole run.
+        point: Which point of the run this is, in words; empty for the current one.
     """
 
     stationarity: float
@@ -66,6 +78,8 @@ class Certificate:
     complementarity: float
     multiplier: float
     own_multiplier: bool
+    smallest_kkt: float
+    gap: float
     residual: float
     upper: float
     lower: float
@@ -79,6 +93,7 @@ class Certificate:
     tolerance: float
     held_share: float
     qualification: str
+    theorem: str
     upper_gradient: float
     lower_gradient: float
     upper_norm: float
@@ -86,6 +101,7 @@ class Certificate:
     first_upper_gradient: float | None = None
     first_lower_gradient: float | None = None
     evaluated_on: str = ""
+    point: str = ""
 
     @property
     def kkt(self) -> float:
@@ -104,23 +120,30 @@ class Certificate:
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
             ("multiplier", f"{self.multiplier:.4g} ({origin})"),
-            ("Moreau gap R", f"{self.residual:.3e}"),
+            (
+                "KKT residual",
+                f"{self.kkt:.3e} (the best multiplier would give {self.smallest_kkt:.3e})",
+            ),
+            ("Moreau gap H", f"{self.gap:.3e}"),
+            ("residual R = H - delta", f"{self.residual:.3e}"),
             ("upper level f", f"{self.upper:.6g}"),
             ("lower level g", f"{self.lower:.6g}"),
             (
                 "|y - z|",
-                f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e} where R <= 0)",
+                f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e})",
             ),
             (
-                "lower-level stationarity",
-                f"{self.prox_stationarity:.3e} "
-                f"(at most {self.stationarity_bound:.3e} where R <= 0)",
+                "stationarity of z for g",
+                f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e})",
             ),
             ("relaxation", f"delta = {self.delta:g}, rho = {self.rho:g}, sigma = {self.sigma:g}"),
             ("constraint qualification", self.qualification),
+            ("theorem of IVSP", self.theorem),
         ]
         if self.evaluated_on:
             rows.insert(0, ("evaluated on", self.evaluated_on))
+        if self.point:
+            rows.insert(0, ("point", self.point))
         return rows
 
     def __str__(self) -> str:
@@ -135,9 +158,11 @@ def certify(
     *,
     multiplier: float | None = None,
     tolerance: float | None = None,
-    qualification: str = "not known",
+    qualification: Qualification = "not known",
+    kinks: Sequence[str] = (),
     start: Start | None = None,
     evaluated_on: str = "",
+    point: str = "",
 ) -> Certificate:
     r"""Evaluate the KKT residuals at (x, y) independently of the solver that led there.
 
@@ -147,13 +172,16 @@ def certify(
         y: The lower-level variables, in theirs.
         envelope: rho, sigma and delta.
         multiplier: The :math:`\lambda` of the solver; None chooses the one that minimises the
-            stationarity.
+            stationarity alone.
         tolerance: The accuracy of the proximal point; None is 1e-9 in float64, 1e-5 otherwise.
-        qualification: What is known about the constraint qualification, in words.
+        qualification: What is known about the constraint qualification: words, a verdict, a
+            :class:`~lightning_bilevel.core.qualification.Condition` or a function of the envelope.
+        kinks: The parts of f or g that are not differentiable, in words, such as "ReLU".
         start: The gradients at the start of the run, as
             :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them. The reading
             compares the end with them.
         evaluated_on: The data of ``problem``, in words, if they are not those of the whole run.
+        point: Which point of the run (x, y) is, in words, if it is not the current one.
     """
     if not isinstance(envelope, Envelope):
         raise TypeError(
@@ -183,6 +211,8 @@ def certify(
         )
 
     weight = least_squares_multiplier(stationarity) if multiplier is None else multiplier
+    feasibility = max(gap.residual, 0.0)
+    verdict = judge(qualification, envelope, problem.lower_set, problem.upper_set)
     distance = norm(y - z)
     gradient_y = upper.grad_y + weight * gap.grad_y
     length = norm(gradient_y)
@@ -191,23 +221,26 @@ def certify(
     held_share = math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0
     return Certificate(
         stationarity=stationarity(weight),
-        feasibility=max(gap.residual, 0.0),
+        feasibility=feasibility,
         complementarity=abs(weight * gap.residual),
         multiplier=weight,
         own_multiplier=multiplier is not None,
+        smallest_kkt=smallest_residual(stationarity, gap.residual, weight),
+        gap=max(gap.residual + envelope.delta, 0.0),
         residual=gap.residual,
         upper=upper.value,
         lower=gap.lower,
         prox_distance=distance,
         prox_stationarity=distance / envelope.rho,
-        distance_bound=envelope.distance_bound,
-        stationarity_bound=envelope.stationarity_bound,
+        distance_bound=envelope.distance_bound(feasibility),
+        stationarity_bound=envelope.stationarity_bound(feasibility),
         rho=envelope.rho,
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
         held_share=held_share,
-        qualification=qualification,
+        qualification=verdict.words,
+        theorem=theorem(verdict, problem.upper_set, problem.lower_set, kinks),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),
@@ -215,41 +248,5 @@ def certify(
         first_upper_gradient=None if start is None else start.upper_gradient,
         first_lower_gradient=None if start is None else start.lower_gradient,
         evaluated_on=evaluated_on,
+        point=point,
     )
-
-
-def least_squares_multiplier(stationarity: Callable[[float], float], rounds: int = 45) -> float:
-    r"""Return the :math:`\lambda \ge 0` that minimises the distance :math:`\Phi^s(\lambda)`.
-
-    The distance to a closed convex cone is convex along the line
-    :math:`\nabla f + \lambda \nabla R`. Doubling brackets its minimum, and a golden-section search
-    finds it. Each round keeps 0.62 of the bracket, so 45 rounds leave 4e-10 of it. In a smaller
-    bracket the compared distances differ only by rounding.
-    """
-    high = 1.0
-    while stationarity(2 * high) < stationarity(high) and high < 1e12:
-        high *= 2
-    low = 0.0
-    high = 2 * high
-    ratio = (math.sqrt(5) - 1) / 2
-    left = high - ratio * (high - low)
-    right = low + ratio * (high - low)
-    at_left = stationarity(left)
-    at_right = stationarity(right)
-    for _ in range(rounds):
-        # Ties go to the left: where the gradient of R is 0, all multipliers are equally good and
-        # the smallest is wanted.
-        if at_left <= at_right:
-            high = right
-            right = left
-            at_right = at_left
-            left = high - ratio * (high - low)
-            at_left = stationarity(left)
-        else:
-            low = left
-            left = right
-            at_left = at_right
-            right = low + ratio * (high - low)
-            at_right = stationarity(right)
-    middle = (low + high) / 2
-    return 0.0 if stationarity(0.0) <= stationarity(middle) else middle

@@ -3,9 +3,11 @@ r"""The Moreau envelope of the lower level, evaluated inexactly, and the gap tha
 .. math::
     \psi(z; x, y) = g(x, z) + \tfrac{1}{2\rho}\|z - y\|^2, \qquad
     g_\rho(x, y) = \min_{z \in Y} \psi(z; x, y), \qquad
-    R(x, y) = g(x, y) - g_\rho(x, y) - \delta
+    H(x, y) = g(x, y) - g_\rho(x, y) \ge 0, \qquad
+    R(x, y) = H(x, y) - \delta
 
-R <= 0 relaxes the lower-level condition: y is then nearly stationary for g(x, .). With g(x, .)
+H is the Moreau gap, and R the relaxed residual. R <= 0 relaxes the lower-level condition: y is then
+near a point z that is nearly stationary for g(x, .). With g(x, .)
 sigma-weakly convex and rho * sigma < 1, psi is strongly convex and its minimiser z is unique.
 """
 
@@ -59,15 +61,26 @@ class Envelope:
         r""":math:`m = 1/\rho - \sigma`, the strong-convexity modulus of psi."""
         return 1 / self.rho - self.sigma
 
-    @property
-    def distance_bound(self) -> float:
-        r""":math:`\sqrt{2\rho\delta / (1 - \rho\sigma)}`, a bound of |y - z| where R <= 0."""
-        return math.sqrt(2 * self.rho * self.delta / (1 - self.rho * self.sigma))
+    def distance_bound(self, violation: float = 0.0) -> float:
+        r"""Return :math:`\sqrt{2\rho(\delta + v) / (1 - \rho\sigma)}`, a bound of |y - z|.
 
-    @property
-    def stationarity_bound(self) -> float:
-        r""":math:`\sqrt{2\delta / (\rho(1 - \rho\sigma))}`, a bound of |y - z|/rho where R <= 0."""
-        return self.distance_bound / self.rho
+        It holds where :math:`R \le v`, because the gap :math:`H = R + \delta` is at least
+        :math:`(1 - \rho\sigma) \|y - z\|^2 / (2\rho)`.
+
+        Args:
+            violation: v, :math:`[R]_+` of the point; 0 for a feasible one.
+        """
+        return math.sqrt(2 * self.rho * (self.delta + violation) / (1 - self.rho * self.sigma))
+
+    def stationarity_bound(self, violation: float = 0.0) -> float:
+        r"""Return :math:`\sqrt{2(\delta + v) / (\rho(1 - \rho\sigma))}`, a bound of |y - z|/rho.
+
+        Where :math:`R \le v` it bounds how far z, not y, is from stationary for g(x, .) over Y.
+
+        Args:
+            violation: v, :math:`[R]_+` of the point; 0 for a feasible one.
+        """
+        return self.distance_bound(violation) / self.rho
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,21 @@ def inexact_prox(
         z^+ = P_Y(z - \eta [\nabla_y g(x, z) + (z - y)/\rho]), \qquad
         \|z - z^+\|^2 / \eta^2 \le 2 m \zeta \;\Rightarrow\; \psi(z^+) - g_\rho \le \zeta
 
-    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. L_yy is too small for g here if the residual grows
-    tenfold, or if it no longer falls while the curvature is above :math:`1/\eta`. The step is then
-    halved and the loop starts again.
+    with :math:`\eta = 1/(L_{yy} + 1/\rho)`. The implication holds from any z in Y, if L_yy is at
+    least the Lipschitz constant of the gradient of g(x, .) on Y, and sigma at least its
+    weak-convexity modulus. L_yy is too small for g here if the residual grows tenfold, or if it no
+    longer falls while the curvature is above :math:`1/\eta`. The step is then halved and the loop
+    starts again.
 
     With ``accelerated``, the next iteration starts from
     :math:`z^+ + \beta (z^+ - z^+_{\text{before}})` with
     :math:`\beta = (1 - \sqrt{m\eta})/(1 + \sqrt{m\eta})` (Nesterov's method for strongly convex
     functions). Where rho L_yy is large, the number of iterations falls to about its square root.
-    The stopping rule is the same, because it holds from any point.
+    The stopping rule is the same. Such a point may lie outside Y, so the rule then needs that
+    L_yy and sigma hold there too.
+
+    If only rounding is left of the residual before the rule is met, the loop ends too, without a
+    word. The accuracy is then the one that the dtype allows, and zeta is not guaranteed.
 
     Args:
         lower: g(x, .).
@@ -192,14 +198,16 @@ def precise_prox(
     tolerance: float = 1e-3,
     max_iterations: int = 20_000,
 ) -> Tensor:
-    r"""Minimise psi by projected gradient with monotone backtracking from z = y.
+    r"""Minimise psi by projected gradient with backtracking from z = y.
 
-    Every method is measured by this evaluation, so it uses no constant of g or of a solver.
+    Every method is measured by this evaluation, so it uses no constant of g or of a solver, and
+    nothing that a solver computed. It shares the formulas of psi and R with the solvers.
     With :math:`d = z^+ - z`, a step :math:`\eta` is accepted if
     :math:`\langle \nabla\psi(z^+) - \nabla\psi(z), d \rangle \le \|d\|^2/\eta`. For a convex psi
-    this implies :math:`\psi(z^+) \le \psi(z)`. Unlike a comparison of values, it does not drown in
-    rounding near the minimiser. The loop stops when the gradient mapping :math:`\|d\|/\eta` is at
-    most ``tolerance``, or when only rounding is left of it.
+    this implies :math:`\psi(z^+) \le \psi(z)`, so the backtracking is monotone as the paper's;
+    otherwise values may rise. Unlike a comparison of values, the test does not drown in rounding
+    near the minimiser. The loop stops when the gradient mapping :math:`\|d\|/\eta` is at most
+    ``tolerance``, or when only rounding is left of it.
     """
     z = y
     eta = rho

@@ -4,6 +4,8 @@ The first is the projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` onto t
 The second is the distance :math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from
 the normal cone. It is zero exactly where :math:`v` satisfies the first-order condition of
 minimising a function with gradient :math:`d` over :math:`C`.
+
+A set may also say whether it is bounded, as the sets here do: the convergence theorem asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from torch import Tensor
 
 from lightning_bilevel.core.vectors import dot, norm
 
-__all__ = ["Ball", "Box", "ConvexSet", "Free", "NonNegative", "Product", "Scaled", "Simplex"]
+__all__ = [
+    "Ball",
+    "Box",
+    "ConvexSet",
+    "Free",
+    "NonNegative",
+    "Product",
+    "Scaled",
+    "Simplex",
+    "is_bounded",
+]
 
 # A projection lands on the boundary up to rounding, so a point within this many units of rounding
 # counts as on the boundary.
@@ -26,7 +38,11 @@ _ROUNDING = 8.0
 
 @runtime_checkable
 class ConvexSet(Protocol):
-    """A closed convex set of flat vectors."""
+    """A closed convex set of flat vectors.
+
+    A set may have an attribute ``bounded``, True or False. Without it, whether the set is bounded
+    is not known.
+    """
 
     def project(self, v: Tensor) -> Tensor:
         """Return the point of the set nearest to ``v``."""
@@ -37,12 +53,20 @@ class ConvexSet(Protocol):
         ...
 
 
+def is_bounded(convex_set: ConvexSet) -> bool | None:
+    """Return whether a set is bounded; None if it does not say."""
+    bounded: bool | None = getattr(convex_set, "bounded", None)
+    return bounded
+
+
 def _slack(v: Tensor, scale: Tensor | float = 1.0) -> Tensor | float:
     return _ROUNDING * torch.finfo(v.dtype).eps * scale
 
 
 class Free:
     """The whole space: no constraint."""
+
+    bounded = False
 
     def __repr__(self) -> str:
         return "Free()"
@@ -101,6 +125,11 @@ class Box:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_short(self.lower)}, {_short(self.upper)})"
 
+    @property
+    def bounded(self) -> bool:
+        """Whether all bounds are finite."""
+        return bool(torch.isfinite(self.lower).all() and torch.isfinite(self.upper).all())
+
     def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key = (v.dtype, v.device)
         for bound in (self.lower, self.upper):
@@ -151,6 +180,8 @@ class Ball:
         center: c, one number for all coordinates or one per coordinate.
     """
 
+    bounded = True
+
     def __init__(self, radius: float = 1.0, center: float | Sequence[float] | Tensor = 0.0) -> None:
         if not 0.0 < radius < torch.inf:
             raise ValueError(f"`Ball(radius={radius})` must be positive and finite.")
@@ -193,6 +224,8 @@ class Simplex:
     Args:
         total: s, positive.
     """
+
+    bounded = True
 
     def __init__(self, total: float = 1.0) -> None:
         if not 0.0 < total < torch.inf:
@@ -251,6 +284,14 @@ class Product:
     def __repr__(self) -> str:
         return f"Product({self.sets!r}, {self.sizes!r})"
 
+    @property
+    def bounded(self) -> bool | None:
+        """Whether each block is bounded; None if a block does not say."""
+        blocks = [is_bounded(block) for block in self.sets]
+        if False in blocks:
+            return False
+        return None if None in blocks else True
+
     def _split(self, v: Tensor) -> tuple[Tensor, ...]:
         if v.numel() != sum(self.sizes):
             raise ValueError(
@@ -282,6 +323,11 @@ class Scaled:
 
     def __repr__(self) -> str:
         return f"Scaled({self.base!r}, unit={self.unit:g})"
+
+    @property
+    def bounded(self) -> bool | None:
+        """Whether the set itself is bounded; None if it does not say."""
+        return is_bounded(self.base)
 
     def project(self, v: Tensor) -> Tensor:
         return self.base.project(v * self.unit) / self.unit

@@ -14,6 +14,11 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.qualification import (
+    Qualification,
+    Reweighted,
+    ReweightedSigmoidNetwork,
+)
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
@@ -108,21 +113,13 @@ class HyperCleaning(BilevelModule):
         self.logits = nn.Parameter(torch.zeros(n_train))
         self._draw = partial(sigmoid_network, inputs, hidden, classes)
         self.classifier = self._draw() if classifier is None else classifier
-        # The paper's corollary on sigmoid sample weights: ENNAMCQ holds if
-        # delta > (2 B_y (d_h + 1) + log m) / (1 + e^M).
-        threshold = (2 * BOUND * (hidden + 1) + math.log(classes)) / (1 + math.exp(upper_bound))
-
-        def qualification(envelope: Envelope) -> str:
-            if classifier is not None:
-                return "not known for this classifier"
-            if weighted_mean:
-                return "not known for the weighted mean"
-            holds, sign = ("holds", ">") if envelope.delta > threshold else ("not known", "<=")
-            return (
-                f"{holds}: delta = {envelope.delta:g} {sign} {threshold:.2g} "
-                "(sigmoid weights, two-layer sigmoid network)"
-            )
-
+        qualification: Qualification
+        if weighted_mean:
+            qualification = "not known for the weighted mean"
+        elif classifier is None:
+            qualification = ReweightedSigmoidNetwork(hidden, classes)
+        else:
+            qualification = Reweighted()
         self.declare(
             upper=self.logits,
             lower=self.classifier,

@@ -45,6 +45,9 @@ class Conv4(nn.Module):
         inputs: Channels of an image.
     """
 
+    # They are function calls, which `declare` cannot see by itself.
+    kinks = ("ReLU", "max-pooling")
+
     def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
         super().__init__()
         if channels < 1 or inputs < 1:

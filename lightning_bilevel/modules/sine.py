@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.qualification import Verdict
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
@@ -72,6 +74,7 @@ class SineProblem(BilevelModule):
             lower_set=Box(-100, 100),
             solver=solver,
             envelope=Envelope(rho=0.5, sigma=1.0, delta=1e-3),  # the paper's for this problem
+            qualification=partial(_qualification, n),
         )
 
     def upper_loss(self, batch: Any) -> Tensor:
@@ -97,3 +100,39 @@ class SineProblem(BilevelModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log_dict(self.errors(), sync_dist=True, batch_size=1)
+
+
+def largest_gap(rho: float) -> float:
+    r"""Return the largest Moreau gap of the sine, for :math:`\rho < 1`.
+
+    The gap :math:`\sin s - \sin z - (s - z)^2/(2\rho)` has the slope
+    :math:`\cos s - \cos z`. It vanishes at z = s, where there is no gap, and at z = -s (up to the
+    period and the mirror image). There z is the proximal point if :math:`2 s = \rho \cos s`, and
+    the gap is :math:`2 \sin s - 2 s^2/\rho`.
+    """
+    low = 0.0
+    high = rho / 2
+    # 2 s - rho cos s is below 0 at 0, above 0 at rho/2, and rises in between.
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 2 * middle < rho * math.cos(middle):
+            low = middle
+        else:
+            high = middle
+    return 2 * math.sin(low) - 2 * low**2 / rho
+
+
+def _qualification(n: int, envelope: Envelope) -> Verdict:
+    """Say whether R >= 0 at the maxima of the gap, which is n times that of a sine."""
+    if envelope.rho >= 1.0:
+        return Verdict.not_known(f"rho = {envelope.rho:g} is not below 1, so z need not be unique")
+    largest = n * largest_gap(envelope.rho)
+    if envelope.delta <= largest:
+        return Verdict.fails(
+            "the gap is periodic and has interior maxima, which are stationary points with "
+            f"R = {largest - envelope.delta:.4g}"
+        )
+    return Verdict.holds(
+        f"delta = {envelope.delta:g} exceeds the largest gap, {largest:.4g}, so R <= 0 excludes "
+        "no point"
+    )

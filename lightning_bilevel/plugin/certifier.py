@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["Certifier", "Question"]
@@ -27,6 +27,7 @@ class Question(NamedTuple):
         tolerance: The accuracy of the proximal point.
         multiplier: The multiplier that belongs to the point.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
+        point: Which point of the run it is, in words; empty for the current one.
     """
 
     problem: BilevelProblem
@@ -34,6 +35,7 @@ class Question(NamedTuple):
     tolerance: float | None
     multiplier: float | None
     evaluated_on: str
+    point: str = ""
 
 
 class _Answer(NamedTuple):
@@ -63,7 +65,7 @@ class Certifier:
         self,
         question: Question,
         point: tuple[Tensor, Tensor],
-        qualification: str | Callable[[Envelope], str],
+        declared: Declaration,
         step: StepInfo | None,
     ) -> Certificate:
         """Return the certificate of a point.
@@ -71,7 +73,7 @@ class Certifier:
         Args:
             question: What the certificate depends on, besides the point.
             point: x and y.
-            qualification: Why the constraint qualification holds.
+            declared: What the module declared, for the assumptions of the theorem.
             step: The last step of the run.
         """
         last = self.last
@@ -81,19 +83,19 @@ class Certifier:
             and all(map(torch.equal, last.point, point))
         ):
             return last.certificate
-        problem, envelope, tolerance, multiplier, evaluated_on = question
+        problem = question.problem
         began = time.perf_counter()
-        if not isinstance(qualification, str):
-            qualification = qualification(envelope)
         certificate = certify(
             problem,
             *point,
-            envelope,
-            multiplier=multiplier,
-            tolerance=tolerance,
-            qualification=qualification,
+            question.envelope,
+            multiplier=question.multiplier,
+            tolerance=question.tolerance,
+            qualification=declared.qualification,
+            kinks=declared.kinks(),
             start=self.start,
-            evaluated_on=evaluated_on,
+            evaluated_on=question.evaluated_on,
+            point=question.point,
         )
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.

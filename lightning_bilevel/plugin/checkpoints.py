@@ -28,6 +28,7 @@ __all__ = [
     "check_record",
     "go_on_from_last",
     "load_solver",
+    "saved_name",
     "saved_start",
     "saved_stream",
     "write_record",
@@ -152,6 +153,12 @@ def saved_start(checkpoint: dict[str, Any]) -> Start | None:
     """Return the gradients at the start of the saved run, if the checkpoint has them."""
     start = checkpoint.get(KEY, {}).get("start")
     return None if start is None else Start(**start)
+
+
+def saved_name(checkpoint: dict[str, Any]) -> str:
+    """Return which point the weights of a checkpoint are, in words; empty for the last iterate."""
+    last = checkpoint.get(KEY, {}).get("last")
+    return "" if last is None else "an earlier point of the run, which was restored"
 
 
 def go_on_from_last(checkpoint: dict[str, Any], module: nn.Module, levels: Iterable[Level]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_own",
     "check_precision",
     "check_trainer",
+    "way_to_mini_batches",
 ]
 
 _EXACT = ("32-true", "64-true")
@@ -96,6 +97,19 @@ def check_trainer(call: str, trainer: Any) -> None:
             raise MisconfigurationException(
                 f"`{type(callback).__name__}` cannot watch `{call}`: {why}"
             )
+
+
+def way_to_mini_batches(solver: BilevelOptimizer) -> str:
+    """Say how a module with losses that change, as dropout makes them, can be trained."""
+    if solver.stochastic:
+        return (
+            f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
+            "that yield mini-batches."
+        )
+    return (
+        f"Or use `{solver.for_mini_batches}` on mini-batches, which may see other losses in each "
+        "step."
+    )
 
 
 def check_own(module: nn.Module, level: Level) -> None:

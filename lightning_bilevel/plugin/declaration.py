@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.qualification import Qualification, Verdict
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
+from lightning_bilevel.plugin.kinks import kinks_of
 from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 
@@ -107,7 +109,7 @@ class Declaration:
         units: The units that the solver measures x and y in.
         solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
-        qualification: Why the constraint qualification holds.
+        qualification: What is known about the constraint qualification.
         scheduler: How the scheduler of the rates is made, if there is one.
     """
 
@@ -116,13 +118,19 @@ class Declaration:
     units: tuple[float, float]
     solver: SolverCallable
     envelope: Envelope | None
-    qualification: str | Callable[[Envelope], str]
+    qualification: Qualification
     scheduler: SchedulerPlan | None = None
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
+        known = self.qualification
+        if not isinstance(known, (str, Verdict)) and not callable(known):
+            raise TypeError(
+                f"`{self.upper.call}(qualification={known!r})` must be a condition such as "
+                "`StrictlyConvex()`, a `Verdict`, words, or a function of the envelope."
+            )
 
     @property
     def levels(self) -> tuple[Level, Level]:
@@ -133,6 +141,12 @@ class Declaration:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of both levels that are not frozen."""
         return self.upper.parameters + self.lower.parameters
+
+    def kinks(self) -> list[str]:
+        """Return the names of what is not differentiable in the declared modules, each once."""
+        return list(
+            dict.fromkeys(name for level in self.levels for name in kinks_of(level.declared))
+        )
 
     def resolve(self) -> None:
         """Find the trainable parameters, as at the start of a run."""

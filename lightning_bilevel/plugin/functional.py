@@ -148,12 +148,10 @@ class ModuleFunctions:
         ):
             if vector is not None:
                 blocks = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
-                new.extend(
-                    (places, block.view(shape))
-                    for places, shape, block in zip(homes, shapes, blocks, strict=True)
-                )
+                for places, shape, block in zip(homes, shapes, blocks, strict=True):
+                    new.append((places, block.view(shape)))
         try:
-            new.extend((shadow.places, shadow.fresh()) for shadow in self.shadows)
+            new += [(shadow.places, shadow.fresh()) for shadow in self.shadows]
             own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
         except KeyError as error:
             raise BilevelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -16,6 +17,7 @@ from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
 from lightning_bilevel.plugin.buffers import write_buffers
 from lightning_bilevel.plugin.certifier import Certifier, Question
@@ -24,6 +26,7 @@ from lightning_bilevel.plugin.checkpoints import (
     check_record,
     go_on_from_last,
     load_solver,
+    saved_name,
     saved_start,
     saved_stream,
     write_record,
@@ -35,6 +38,7 @@ from lightning_bilevel.plugin.checks import (
     check_own,
     check_precision,
     check_trainer,
+    way_to_mini_batches,
 )
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
@@ -49,8 +53,9 @@ from lightning_bilevel.plugin.streaming import (
     check_yielded,
     has_changing_batches,
 )
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
@@ -123,7 +128,7 @@ class BilevelMixin:
         upper_unit: float = 1.0,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
-        qualification: str | Callable[[Envelope], str] = "not known",
+        qualification: Qualification = "not known",
         scheduler: SchedulerDeclared | None = None,
     ) -> None:
         r"""Say what belongs to which level.
@@ -141,8 +146,10 @@ class BilevelMixin:
                 rho * lower_unit**2.
             envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that
                 have none.
-            qualification: Why the constraint qualification holds for this problem, if that is
-                known, in words; or a function that says so for an envelope.
+            qualification: What is known about the constraint qualification of this problem: a
+                :class:`~lightning_bilevel.core.qualification.Condition` such as
+                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
+                returns one of the two. The certificate shows it.
             scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
@@ -216,6 +223,7 @@ class BilevelMixin:
             with stream.step():
                 info = optimizer.step(problem=stream.problem(batch))
         self.last_step = info
+        self._run.shown = ""
         if self._run.schedule is not None:
             self._run.schedule.after("step", info.iteration, trainer.callback_metrics)
         if is_logged(trainer, info.iteration):
@@ -319,6 +327,7 @@ class BilevelMixin:
             go_on_from_last(checkpoint, module, declared.levels)
         else:
             self._run.certifier.start = saved_start(checkpoint)
+            self._run.shown = saved_name(checkpoint)
             if load_solver(checkpoint, solver):
                 self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
@@ -336,6 +345,16 @@ class BilevelMixin:
     @point.setter
     def point(self, point: tuple[Tensor, Tensor]) -> None:
         self._declared().write(*point)
+        self._run.shown = "a point that was written into the module"
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point of the run that the convergence theorem speaks of, if the solver keeps it.
+
+        ``certify(proved=True)`` certifies it. It stays where it is: ``restore((p.x, p.y),
+        p.multiplier)`` makes a point p the result of the run.
+        """
+        return self._run.solver.proved
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -366,6 +385,7 @@ class BilevelMixin:
         self._run.last = last
         self._run.certifier.multiplier = multiplier
         self.point = point[0].to(last.upper), point[1].to(last.lower)
+        self._run.shown = "an earlier point of the run, which was restored"
         write_buffers(self._module(), buffers or {})
 
     def certify(
@@ -374,6 +394,7 @@ class BilevelMixin:
         batch: Any = None,
         envelope: Envelope | None = None,
         tolerance: float | None = None,
+        proved: bool = False,
         sample: bool = False,
         batches: int = 1000,
         passes: int = 100,
@@ -388,6 +409,7 @@ class BilevelMixin:
                 on mini-batches all data.
             envelope: Another Moreau envelope than the module's.
             tolerance: The accuracy of the proximal point.
+            proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
                 loaders alone, as monitors do in the middle of an epoch.
             batches: On mini-batches: the most batches of a level. More data are a sample, and the
@@ -398,30 +420,38 @@ class BilevelMixin:
         declared = self._declared()
         run = self._run
         envelope = envelope or self.envelope
-        if run.stream is not None and envelope is not None:
-            problem, name = run.stream.evaluated(batch, sample, batches, passes)
+        stream = run.stream
+        problem: BilevelProblem | None = None
+        if stream is not None and envelope is not None:
+            problem, label = stream.evaluated(batch, sample, batches, passes)
+            tolerance = tolerance or MINI_BATCH_TOLERANCE
+        elif stream is None:
+            current = run.batches.current if batch is None else self._problem_on(batch)
+            problem, label = None if current is None else current.problem, ""
+            if problem is None:
+                raise RuntimeError(
+                    f"`{type(self).__name__}.certify()` needs a training batch: call it after "
+                    "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
+                )
+        if envelope is None or problem is None:
+            return None
+        if proved:
+            kept = self._proved()
+            # Its bounds are those of the solver's own relaxation.
+            name = str(kept) if envelope == run.solver.envelope else kept.name
+            point = (kept.x, kept.y)
+            multiplier: float | None = kept.multiplier
+            step = None
+        else:
+            name = run.point_name
+            point = self.point
             multiplier = run.certifier.multiplier
             if multiplier is None:
                 multiplier = run.solver.multiplier
-            tolerance = tolerance or MINI_BATCH_TOLERANCE
-            question = Question(problem, envelope, tolerance, multiplier, evaluated_on=name)
-            with run.stream.evaluating():
-                return run.certifier.certify(
-                    question, self.point, declared.qualification, self.last_step
-                )
-        current = run.batches.current if batch is None else self._problem_on(batch)
-        if current is None:
-            raise RuntimeError(
-                f"`{type(self).__name__}.certify()` needs a training batch: call it after "
-                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
-            )
-        if envelope is None:
-            return None
-        multiplier = run.certifier.multiplier
-        if multiplier is None:
-            multiplier = run.solver.multiplier
-        question = Question(current.problem, envelope, tolerance, multiplier, evaluated_on="")
-        return run.certifier.certify(question, self.point, declared.qualification, self.last_step)
+            step = self.last_step
+        question = Question(problem, envelope, tolerance, multiplier, label, name)
+        with nullcontext() if stream is None else stream.evaluating():
+            return run.certifier.certify(question, point, declared, step)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
         """Return the problem on a training batch, as all processes share it."""
@@ -451,6 +481,15 @@ class BilevelMixin:
                 "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
             )
         return declared
+
+    def _proved(self) -> ProvedPoint:
+        kept = self.proved
+        if kept is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.certify(proved=True)` has no point to certify: "
+                f"{self._run.solver.unproved}. Leave `proved` out for the current point."
+            )
+        return kept
 
     def _missing_losses(self) -> str:
         return (
@@ -490,7 +529,7 @@ class BilevelMixin:
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                raise type(error)(f"{error} {_way_to_mini_batches(run.solver)}") from error
+                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)
@@ -516,15 +555,6 @@ class BilevelMixin:
         for part in as_chunks(batch["upper"]).batches:
             total += float(self.upper_loss(part).detach())
         return total
-
-
-def _way_to_mini_batches(solver: BilevelOptimizer) -> str:
-    if solver.stochastic:
-        return (
-            f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
-            "that yield mini-batches."
-        )
-    return f"Or use `{solver.for_mini_batches}` on mini-batches, which may see other losses in each step."
 
 
 class IVSPMixin(BilevelMixin):

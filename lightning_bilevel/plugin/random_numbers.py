@@ -1,8 +1,11 @@
 """Random numbers that a resumed run draws again: those of the losses and those of the loaders.
 
-Lightning does not save them. The losses (dropout) have a stream of their own, so what a loader draws
-when it starts again does not shift their masks. Loaders draw from torch's and Python's generators,
-as always.
+Lightning does not save them. The losses (dropout) have a stream of their own, so what a loader
+draws when it starts again does not shift their masks. Loaders draw from torch's and Python's
+generators, as always. numpy's generator is not saved, and neither is what workers have drawn: they
+get new seeds from torch's generator at each start. So a run that resumes between two epochs has the
+same batches as one that was not interrupted, and within an epoch it is up to the loader. Over
+several processes the numbers are those of the first.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Run:
         resumed: What the mini-batch run that this one goes on from has saved.
         stream: What a run on mini-batches keeps; None for a run on all data.
         examined: Whether the first batch has shown which of both it is.
+        shown: Which point the module shows, in words, if it is not the last iterate.
     """
 
     solver: BilevelOptimizer
@@ -42,6 +43,15 @@ class Run:
     resumed: dict[str, Any] | None = None
     stream: Stream | None = None
     examined: bool = False
+    shown: str = ""
+
+    @property
+    def point_name(self) -> str:
+        """Which point the module shows, in words; empty before the first iteration."""
+        iterations = self.solver.progress.iterations
+        if self.shown or iterations == 0:
+            return self.shown
+        return f"the last iterate, iteration {iterations}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Functions of a batch cannot be pickled. They are made again for the next batch.

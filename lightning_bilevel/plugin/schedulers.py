@@ -10,7 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.ivsp.solver import IVSP
 
 __all__ = ["Schedule", "SchedulerDeclared", "SchedulerPlan", "plan_of"]
 
@@ -44,7 +43,7 @@ class SchedulerPlan:
     def attached_to(self, solver: BilevelOptimizer) -> Schedule:
         """Make the scheduler of a run."""
         name = type(solver).__name__
-        if isinstance(solver, IVSP):
+        if solver.penalised:
             raise MisconfigurationException(
                 f"`{self.call}(scheduler=...)`: {name} has no rate to schedule, its line search is "
                 f"the method. Leave the scheduler out, or use `{solver.for_mini_batches}` with "
@@ -60,9 +59,9 @@ class SchedulerPlan:
             scheduler = self.make(solver)
         except (TypeError, ValueError, IndexError) as error:
             raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)` makes no scheduler ({error}): {name} has two levels, "
-                "and a list of rates or functions needs two entries, for the upper and for the "
-                "lower one."
+                f"`{self.call}(scheduler=...)` makes no scheduler ({error}): {name} has two "
+                "levels, and a list of rates or functions needs two entries, for the upper and for "
+                "the lower one."
             ) from error
         if not isinstance(scheduler, LRScheduler):
             raise MisconfigurationException(
@@ -126,7 +125,9 @@ def plan_of(call: str, declared: SchedulerDeclared | None) -> SchedulerPlan | No
     """Read a scheduler as it was declared: what makes it, or Lightning's dict around that."""
     if declared is None:
         return None
-    given = dict(declared) if isinstance(declared, Mapping) else {"scheduler": declared}
+    given: dict[str, Any] = {"scheduler": declared}
+    if isinstance(declared, Mapping):
+        given = dict(declared)
     unknown = sorted(set(given) - set(_KEYS))
     make = given.get("scheduler")
     if unknown or not callable(make) or isinstance(make, LRScheduler):
@@ -143,6 +144,4 @@ def plan_of(call: str, declared: SchedulerDeclared | None) -> SchedulerPlan | No
             f"`{call}(scheduler=...)` has interval={interval!r} and frequency={frequency!r}: the "
             'interval is "step" or "epoch", the frequency a positive whole number.'
         )
-    return SchedulerPlan(
-        call, make, interval, frequency, given.get("monitor"), given.get("name")
-    )
+    return SchedulerPlan(call, make, interval, frequency, given.get("monitor"), given.get("name"))

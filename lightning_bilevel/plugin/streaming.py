@@ -203,7 +203,7 @@ class Stream:
         return known[2], data.name
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for the evaluation of a certificate, which leaves no trace in the run."""
+        """Return a context for the evaluation of a certificate."""
         return evaluating(self._module)
 
     def share_buffers(self) -> None:
@@ -260,7 +260,6 @@ class Stream:
                 f"variables that the batch touches, as a tensor of whole numbers. {_CARRY}"
             )
         indices = indices.reshape(-1).long()
-        mask = torch.zeros(count, dtype=torch.uint8, device=self._trainer.strategy.root_device)
         if indices.numel():
             low, high = torch.stack(torch.aminmax(indices)).tolist()
             if low < 0 or high >= count:
@@ -268,9 +267,13 @@ class Stream:
                     f"`{call}(batch)` returned numbers from {low} to {high}: the upper level has "
                     f"{count} variables, numbered from 0."
                 )
+        touched: Tensor
         if self._trainer.world_size == 1:
-            return torch.unique(indices)
+            touched = torch.unique(indices)
+            return touched
         # All processes move the same coordinates: those that any of them touches.
+        mask = torch.zeros(count, dtype=torch.uint8, device=indices.device)
         mask[indices] = 1
         torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)
-        return mask.nonzero().reshape(-1)
+        touched = mask.nonzero().reshape(-1)
+        return touched

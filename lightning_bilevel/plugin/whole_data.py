@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = ["Data", "evaluating", "gathered", "kept", "problem_on_data"]
 LEVELS = ("upper", "lower")
 # A level's data are gathered up to so many bytes: they stay in memory together.
 _MEMORY = 2**30
+_ENDED = object()
 
 
 class Data(NamedTuple):
@@ -96,8 +97,7 @@ def problem_on_data(
         device = trainer.strategy.root_device
         mine = [float(_samples(as_chunks(data.batch[level]))) or 1.0 for level in LEVELS]
         sums = total(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
-        shares = [part / whole for part, whole in zip(mine, sums, strict=True)]
-        problem = problem.on_this_rank(*shares, total)
+        problem = problem.on_this_rank(mine[0] / sums[0], mine[1] / sums[1], total)
     first, *rest = problem.lower_terms
     counted = _Counted(first.loss, passes, data.name)
     problem.lower_terms = [LowerTerm(counted, first.features, first.outputs), *rest]
@@ -153,43 +153,34 @@ class _Counted:
         return self.loss(x, y)
 
 
-def _go_through(
-    trainer: Any, loaders: Any, batches: int
-) -> tuple[dict[str, list[Any]], bool]:
+def _go_through(trainer: Any, loaders: Any, batches: int) -> tuple[dict[str, list[Any]], bool]:
     """Return the parts of each level, and whether they are all."""
-    together = not (isinstance(loaders, Mapping) and set(LEVELS) <= set(loaders))
-    sources: dict[str, Iterable[Any]] = {"": loaders} if together else dict(loaders)
-    running = {name: iter(source) for name, source in sources.items()}
-    fillers: dict[str, Any] = {}
+    # Either one loader for each level, or one that yields both.
+    apart = isinstance(loaders, Mapping) and set(LEVELS) <= set(loaders)
+    running = (
+        {name: iter(loader) for name, loader in loaders.items()}
+        if apart
+        else {"both": iter(loaders)}
+    )
+    shown: dict[str, Any] = {}
     parts: dict[str, list[Any]] = {level: [] for level in LEVELS}
     sizes = dict.fromkeys(LEVELS, 0)
     complete = True
-    for number in range(batches + 1):
-        fresh = {}
-        for name, iterator in list(running.items()):
-            try:
-                fresh[name] = next(iterator)
-            except StopIteration:
-                del running[name]
-        if not running.keys() & ({""} | set(LEVELS)):
-            break
-        if number == batches:
-            complete = False
+    for _ in range(batches):
+        fresh = _next_of(running)
+        if not fresh:
             break
         # The hooks of the module may look at both levels: one that has ended shows its last part.
-        fillers.update(fresh)
-        raw = fillers[""] if together else dict(fillers)
-        batch = _transferred(trainer, raw)
+        shown.update(fresh)
+        batch = _transferred(trainer, dict(shown) if apart else shown["both"])
         for level in LEVELS:
-            if (together or level in fresh) and sizes[level] < _MEMORY:
+            source = level if apart else "both"
+            if source in fresh:
                 part = move_data_to_device(batch[level], "cpu")
                 parts[level].append(part)
                 sizes[level] += sum(t.numel() * t.element_size() for t in tensors(part))
-            elif together or level in fresh:
-                complete = False
-        if all(size >= _MEMORY or (not together and level not in running)
-               for level, size in sizes.items()):
-            break
+                if sizes[level] >= _MEMORY and running.pop(source, None) is not None:
+                    complete = False
     for level in LEVELS:
         if not parts[level]:
             raise MisconfigurationException(
@@ -197,7 +188,16 @@ def _go_through(
                 "once more, for the certificate: a loader must start again at each `iter`. Give "
                 "the data yourself, `certify(batch=...)`."
             )
-    return parts, complete
+    return parts, complete and not _next_of(running).keys() & {"both", *LEVELS}
+
+
+def _next_of(running: dict[str, Iterator[Any]]) -> dict[str, Any]:
+    """Return the next item of each iterator, and leave out those that have ended."""
+    fresh = {name: next(iterator, _ENDED) for name, iterator in running.items()}
+    for name, item in list(fresh.items()):
+        if item is _ENDED:
+            del fresh[name], running[name]
+    return fresh
 
 
 def _transferred(trainer: Any, batch: Any) -> Any:

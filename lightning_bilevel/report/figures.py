@@ -27,7 +27,7 @@ BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 _PANELS: dict[str, list[tuple[str, str, str, str]]] = {
     "upper level f": [("bilevel/upper", "", "vermillion", "-")],
     "lower level g": [("bilevel/lower", "", "blue", "-")],
-    "Moreau gap R, feasible below 0": [
+    "relaxed residual R, feasible below 0": [
         ("bilevel/moreau_gap", "as the solver sees it", "sky", "-"),
         ("residual", "evaluated", "blue", "o-"),
     ],

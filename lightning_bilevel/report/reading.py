@@ -32,12 +32,16 @@ _HELD = 0.1
 def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     """Say in one sentence how feasible and stationary a point is, and if the penalty settled.
 
+    The lower level is judged at the proximal point z: the bounds are for z and its distance from y.
+
     Args:
         certificate: The certificate of the point.
         tally: The counts of the run that led there.
     """
     c = certificate
     parts = []
+    if c.point:
+        parts.append(f"point: {c.point}")
     if c.evaluated_on:
         parts.append(f"evaluated on {c.evaluated_on}")
     ratio = _ratio(c)
@@ -48,8 +52,8 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     else:
         parts.append(f"feasible (R = {c.residual:.1e})")
     parts.append(
-        f"lower level within {c.prox_stationarity:.2g} of stationary "
-        f"(delta allows {c.stationarity_bound:.2g})"
+        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from y "
+        f"(bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
     )
     if _unenforced(c):
         parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
@@ -65,6 +69,9 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
             parts.append(f"the penalty settled at update {tally.penalty_updates} {where}")
         else:
             parts.append(f"the penalty is still moving: update {tally.penalty_updates} {where}")
+        # The theorem is about such a method only.
+        if c.theorem.startswith("does not apply"):
+            parts.append(f"the theorem {c.theorem}")
     return "; ".join(parts) + "."
 
 
@@ -171,8 +178,8 @@ def _not_enforced(c: Certificate) -> str:
     largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
     diagnosis = (
         "The lower level is not enforced: delta and rho allow a gradient of g of "
-        f"{c.stationarity_bound:.2g}, and those seen are {c.first_lower_gradient:.2g} at the start "
-        f"and {c.lower_gradient:.2g} at the end."
+        f"{c.stationarity_bound:.2g} at z, and those seen at y are {c.first_lower_gradient:.2g} at "
+        f"the start and {c.lower_gradient:.2g} at the end."
     )
     if _sees_little(c):
         return (

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast, get_args
 
@@ -24,6 +24,7 @@ from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
 from lightning_bilevel.solvers.streaming import Directions, Variable, stream
@@ -60,7 +61,7 @@ class BilevelOptimizer(Optimizer, ABC):
     # implements `directions`.
     stochastic: ClassVar[bool] = False
     # What a message recommends for mini-batches in place of a method that is not stochastic.
-    for_mini_batches: ClassVar[str] = "F2SA"
+    for_mini_batches: ClassVar[str] = "StreamingIVSP"
     # The name of the inner variable in the memory.
     inner_name: ClassVar[str] = "z"
     # Whether `directions` needs the distance of y and z.
@@ -140,6 +141,16 @@ class BilevelOptimizer(Optimizer, ABC):
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
         return None
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point that the method's convergence theorem speaks of, if the method keeps it."""
+        return None
+
+    @property
+    def unproved(self) -> str:
+        """Why :attr:`proved` is None, in words."""
+        return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
 
     @property
     def scheduled_levels(self) -> tuple[str, ...]:
@@ -245,8 +256,7 @@ class BilevelOptimizer(Optimizer, ABC):
         memory["passes"] += (problem.calls - calls).passes
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
-        return replace(
-            info,
+        return info.completed(
             iteration=memory["iteration"],
             step=step,
             calls=problem.calls - calls,
@@ -303,6 +313,18 @@ class BilevelOptimizer(Optimizer, ABC):
             return touching(v, direction, rate, feasible, touched)
         return projected_step(v, direction, rate, feasible)
 
+    def room(self, name: str, like: Sequence[Tensor]) -> Tensor:
+        """Return memory for a vector as long as some tensors together; its content is undefined.
+
+        The system hands out the memory of a long vector page by page, which takes longer than the
+        arithmetic. So a step on a mini-batch uses that of the last one.
+        """
+        size = sum(tensor.numel() for tensor in like)
+        kept = self._kept_memory.get(name)
+        if kept is None or kept.numel() != size or kept.dtype != like[0].dtype:
+            kept = self._kept_memory[name] = like[0].new_empty(size)
+        return kept
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
@@ -340,6 +362,8 @@ class BilevelOptimizer(Optimizer, ABC):
         self._forget()
 
     def _forget(self) -> None:
+        # The memory of long vectors in steps on mini-batches, by name.
+        self._kept_memory: dict[str, Tensor] = {}
         # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
         self._seconds = 0.0
         # (problem, x, y) after the last step.
@@ -415,7 +439,10 @@ class BilevelOptimizer(Optimizer, ABC):
         if self.inner_name not in self.memory:
             return self._read(problem)
         x, y = (
-            torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            torch.cat(
+                [p.detach().reshape(-1) for p in group["params"]],
+                out=self.room(group["level"], group["params"]),
+            )
             for group in self.param_groups
         )
         return x, y

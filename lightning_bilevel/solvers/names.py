@@ -33,7 +33,7 @@ _KKT = "KKT"
 _PENALTY = "penalty"
 _SEARCH = "line search"
 _COST = "cost"
-_DISTANCE = (_FEASIBILITY, "|y - z| and its bound where R <= 0")
+_DISTANCE = (_FEASIBILITY, "|y - z| and its bound")
 _RESIDUALS = (_KKT, "residuals")
 _MAXIMUM = (_KKT, "their maximum, and the best so far")
 _MULTIPLIER = (_KKT, "multiplier")
@@ -63,13 +63,17 @@ NAMES = (
     ),
     Name(
         "bilevel/moreau_gap",
-        "Moreau gap R as the solver sees it",
-        (_FEASIBILITY, "Moreau gap R as the solver sees it"),
+        "relaxed residual R = H - delta of the Moreau gap H, as the solver sees it",
+        (_FEASIBILITY, "relaxed residual R as the solver sees it"),
         "residual",
         penalised=True,
     ),
     Name("bilevel/prox_distance", "distance of y from its proximal point z", _DISTANCE),
-    Name("bilevel/prox_distance_bound", "bound on that distance where R <= 0", _DISTANCE),
+    Name(
+        "bilevel/prox_distance_bound",
+        "bound on that distance, of delta and the violation",
+        _DISTANCE,
+    ),
     Name("bilevel/kkt_stationarity", "KKT stationarity", _RESIDUALS),
     Name("bilevel/kkt_feasibility", "KKT feasibility", _RESIDUALS),
     Name("bilevel/kkt_complementarity", "KKT complementarity", _RESIDUALS),

@@ -42,7 +42,7 @@ class PNGBiO(BilevelOptimizer):
     r"""Penalty normalised gradient method.
 
     It minimises MEHA's penalised Moreau gap (:class:`~lightning_bilevel.solvers.meha.MEHA`) by
-    steps of prescribed lengths, which need no bound on the gradients. With :math:`\theta^0 = y^0`
+    steps of prescribed lengths, whatever the size of the gradients. With :math:`\theta^0 = y^0`
     and :math:`\|\cdot\|_\circ = \|\cdot\| + 10^{-12}`:
 
     .. math::
@@ -142,7 +142,8 @@ class PNGBiO(BilevelOptimizer):
         alpha, beta, eta, c = (
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
-        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"])
+        rooms = self.room("lower direction", [y]), self.room("inner direction", [y])
+        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"], rooms)
         # The norms stay on the device.
         length_x, length_y = (torch.linalg.vector_norm(d) for d in (d_x, d_y))
         if self.constants["norms"] == "joint":

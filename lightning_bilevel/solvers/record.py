@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
 __all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo", "StreamInfo"]
+
+
+Info = TypeVar("Info", bound="StepInfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,15 @@ class StepInfo:
         "optimization_time",
     )
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "lower")
+
+    def completed(self: Info, **fields: Any) -> Info:
+        """Return the record with other values of these fields.
+
+        ``dataclasses.replace`` does the same, but takes a hundredth of a cheap iteration.
+        """
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), **fields)
+        return made
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""
@@ -190,6 +202,27 @@ class PenaltyInfo(StepInfo):
     def violation(self) -> float:
         """How far the relaxed gap constraint is violated, as the solver sees it."""
         return max(self.residual, 0.0)
+
+    @property
+    def omega(self) -> float:
+        r""":math:`\omega_{k+1} = \|w^{k+1} - w^k\| / \mu_k`, which bounds the stationarity."""
+        return self.step / self.mu
+
+    @property
+    def feasibility_bound(self) -> float:
+        r""":math:`2 a_\phi \mu_k + \zeta_{k+1}`, which :math:`\Phi^f` of the new point is at most.
+
+        It holds after a small step without an update of the penalty. Otherwise nothing is known,
+        and this is inf.
+        """
+        if self.penalty_updated or self.step > self.step_bound:
+            return math.inf
+        return self.threshold + self.zeta
+
+    @property
+    def complementarity_bound(self) -> float:
+        r""":math:`(2 a_\phi \mu_k + \zeta_{k+1}) / \gamma_k`, the same for :math:`\Phi^c`."""
+        return self.feasibility_bound / self.gamma
 
 
 @cache

@@ -714,7 +714,7 @@ def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) 
     assert "custom_scalars__config__" in found.Tags()["tensors"]
     text = found.Tensors("certificate/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "KKT stationarity" in text
-    assert "lower level within" in text
+    assert "lower level stationary to" in text
 
 
 def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:

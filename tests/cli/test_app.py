@@ -36,7 +36,8 @@ def test_paper_settings_reach_the_papers_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
-    printed = capsys.readouterr().out
+    printed, _, proved = capsys.readouterr().out.partition("the theorem's point ---")
+    assert "(at most " in proved
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip()
         for line in printed.splitlines()
@@ -103,7 +104,7 @@ def test_monitors_by_their_bare_names(
     config["model"]["init_args"]["n"], config["data"]["init_args"]["epoch_length"] = 10, 20
     (tmp_path / "watched.yaml").write_text(yaml.safe_dump(config))
     fit(tmp_path, *QUIET, config=tmp_path / "watched.yaml")
-    assert "lower level within" in capsys.readouterr().out
+    assert "lower level stationary to" in capsys.readouterr().out
     folder = next(tmp_path.rglob("events.out.tfevents*")).parent
     found = events(folder)
     tags = {
@@ -169,6 +170,18 @@ class TestCertify:
         # the counts of the run are in the checkpoint, so the penalty is in the reading
         assert saved["reading"] in " ".join(printed.split())
         assert sorted(folder.rglob("*")) == before  # it only looks
+
+    @pytest.mark.parametrize("flag", [["--proved"], ["--proved", "true"]])
+    def test_of_the_theorem_s_point(
+        self, run: Any, capsys: pytest.CaptureFixture[str], flag: list[str]
+    ) -> None:
+        call, saved, _ = run
+        main([*call, *flag])
+        printed = capsys.readouterr().out
+        certificate = saved["proved"]["certificate"]
+        assert certificate["stationarity"] != saved["certificate"]["stationarity"]
+        assert f"{certificate['stationarity']:.3e}" in printed
+        assert certificate["point"] in printed
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import lightning_bilevel.plugin.certifier as certifier
@@ -499,4 +512,7 @@ def test_every_config_runs(
     if source.endswith("Episodes"):
         printed = capsys.readouterr().out
         assert "KKT stationarity" in printed
-        assert "constraint qualification  holds: the lower level is convex" in printed
+        assert (
+            "constraint qualification  holds: for each delta > 0, because g is convex in y"
+            in printed
+        )

@@ -10,9 +10,11 @@ import torch
 from helpers import PROBLEMS, Problem, exact_residuals, random_problem
 from torch import Tensor
 
-from lightning_bilevel.core.certificate import Certificate, certify, least_squares_multiplier
+from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest_residual
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
+from lightning_bilevel.core.qualification import StrictlyConvex
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.report.reading import reading
 from lightning_bilevel.table import table
@@ -187,9 +189,12 @@ def test_fields_of_a_certificate_by_hand() -> None:
     assert got.kkt == got.stationarity
     assert (got.upper, got.lower) == pytest.approx((10.0, 2.0))
     assert (got.prox_distance, got.prox_stationarity) == pytest.approx((1.0, 1.0))
+    # sqrt(2 rho (delta + violation)) with H = delta + violation = 1
     assert (got.distance_bound, got.stationarity_bound) == pytest.approx(
-        (math.sqrt(0.5), math.sqrt(0.5))
+        (math.sqrt(2), math.sqrt(2))
     )
+    assert got.gap == pytest.approx(1.0)
+    assert got.theorem == "does not apply: X and Y are unbounded"
     assert (got.rho, got.sigma, got.delta, got.qualification, got.multiplier) == (
         1.0,
         0.0,
@@ -205,6 +210,7 @@ def test_fields_of_a_certificate_by_hand() -> None:
         "",
     )
     slack = certify(problem, x, x, Envelope(rho=1.0, sigma=0.0, delta=0.25), multiplier=2.0)
+    assert (slack.gap, slack.distance_bound) == pytest.approx((0.0, math.sqrt(0.5)))
     assert (slack.residual, slack.feasibility, slack.complementarity) == pytest.approx(
         (-0.25, 0.0, 0.5)
     )
@@ -230,10 +236,15 @@ def test_what_the_caller_knows_is_kept() -> None:
         problem.envelope,
         start=Start(3.0, 4.0),
         evaluated_on="the last mini-batch",
+        point="of iteration 3",
     )
     assert (got.first_upper_gradient, got.first_lower_gradient) == (3.0, 4.0)
-    assert got.rows()[0] == ("evaluated on", "the last mini-batch")
-    assert reading(got).startswith("evaluated on the last mini-batch; ")
+    assert got.rows()[:2] == [
+        ("point", "of iteration 3"),
+        ("evaluated on", "the last mini-batch"),
+    ]
+    assert got.as_dict()["point"] == "of iteration 3"
+    assert reading(got).startswith("point: of iteration 3; evaluated on the last mini-batch; ")
 
 
 def test_errors() -> None:
@@ -269,13 +280,16 @@ class TestTable:
             "KKT feasibility",
             "KKT complementarity",
             "multiplier",
-            "Moreau gap R",
+            "KKT residual",
+            "Moreau gap H",
+            "residual R = H - delta",
             "upper level f",
             "lower level g",
             "|y - z|",
-            "lower-level stationarity",
+            "stationarity of z for g",
             "relaxation",
             "constraint qualification",
+            "theorem of IVSP",
         ]
         assert lines[0].startswith("certificate ---")
         assert len(lines) == len(names) + 2
@@ -290,7 +304,11 @@ class TestTable:
         assert dict(own.rows())["multiplier"] == "3.25 (of the solver)"
         assert dict(least.rows())["multiplier"].endswith("(least squares)")
         assert dict(own.rows())["KKT stationarity"] == f"{own.stationarity:.3e}"
-        assert dict(own.rows())["Moreau gap R"] == f"{own.residual:.3e}"
+        assert dict(own.rows())["Moreau gap H"] == f"{own.gap:.3e}"
+        assert dict(own.rows())["residual R = H - delta"] == f"{own.residual:.3e}"
+        assert dict(own.rows())["KKT residual"] == (
+            f"{own.kkt:.3e} (the best multiplier would give {own.smallest_kkt:.3e})"
+        )
         assert dict(own.rows())["relaxation"] == "delta = 0.01, rho = 1, sigma = 0"
 
     def test_layout(self) -> None:
@@ -341,3 +359,58 @@ def test_residuals_equal_a_separate_computation(problem: Problem) -> None:
         assert (got.stationarity, got.feasibility, got.complementarity) == pytest.approx(
             expected, rel=1e-5, abs=1e-6
         )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_smallest_residual_beats_a_fine_grid(case: tuple[int, int, int, float]) -> None:
+    problem, _, x, y, constants = random_problem(*case)
+    envelope = Envelope(rho=0.5 / constants["sigma"], sigma=constants["sigma"], delta=0.05)
+    least = certify(problem, x, y, envelope)
+    own = certify(problem, x, y, envelope, multiplier=3.0)
+    assert own.smallest_kkt == pytest.approx(least.smallest_kkt, rel=1e-3)
+    assert least.smallest_kkt <= least.kkt
+    assert own.smallest_kkt <= own.kkt
+    grid = [
+        certify(problem, x, y, envelope, multiplier=float(m)).kkt
+        for m in np.linspace(0.0, 2 * least.multiplier + 2.0, 41)
+    ]
+    assert own.smallest_kkt <= min(grid) * (1 + 1e-3)
+    assert own.smallest_kkt >= min(grid) - 0.05 * max(grid)
+
+
+@pytest.mark.parametrize(
+    ("stationarity", "residual", "multiplier", "expected"),
+    [
+        # |m - 6| and m/2 are equal at m = 4
+        (lambda m: abs(m - 6.0), 0.5, 9.0, 2.0),
+        (lambda m: abs(m - 6.0), -0.5, 9.0, 2.0),
+        # A feasible point with R = 0: complementarity never counts.
+        (lambda m: abs(m - 6.0), 0.0, 9.0, 0.0),
+        # The violation itself is the largest.
+        (lambda m: abs(m - 0.1), 5.0, 0.0, 5.0),
+        # The known multiplier is as good as any.
+        (lambda m: 0.0, 0.0, 7.0, 0.0),
+    ],
+)
+def test_the_smallest_residual_of_known_functions(
+    stationarity, residual: float, multiplier: float, expected: float
+) -> None:
+    got = smallest_residual(stationarity, residual, multiplier)
+    assert expected <= got <= expected + 1e-3
+
+
+def test_the_assumptions_of_the_theorem_are_named() -> None:
+    problem = PROBLEMS[0]
+    built = problem.build()
+    boxed = BilevelProblem(problem.f, problem.g, upper_set=Box(-50, 50), lower_set=Box(-50, 50))
+    point = problem.at()
+    convex = StrictlyConvex()
+    rows = dict(certify(boxed, *point, problem.envelope, qualification=convex).rows())
+    assert rows["constraint qualification"].startswith("holds: for each delta > 0")
+    assert rows["theorem of IVSP"] == "applies, if the gradients of f and g are Lipschitz"
+    kinked = certify(boxed, *point, problem.envelope, qualification=convex, kinks=["ReLU"])
+    assert kinked.theorem == "does not apply: ReLU is not differentiable"
+    assert certify(boxed, *point, problem.envelope).theorem == (
+        "not known: the constraint qualification"
+    )
+    assert "unbounded" in certify(built, *point, problem.envelope, qualification=convex).theorem

@@ -225,6 +225,17 @@ class TestGap:
                 error <= gradient_error(zeta, 1.0, s.envelope, L_xy=s.L_xy, b=0.0, B_R=0.0) + 1e-12
             )
 
+    def test_bounds_at_infeasible_points(self, case: Any) -> None:
+        """The bounds of the violation hold at points far from feasible, and those of 0 do not."""
+        s = Setting(case, delta=1e-3)
+        violation = s.exact_gap(s.x.numpy(), s.y.numpy())
+        distance = float(np.linalg.norm(s.y.numpy() - s.exact_z))
+        assert s.envelope.distance_bound() < distance <= s.envelope.distance_bound(violation)
+        gradient = s.problem.at(s.x).gradient(torch.tensor(s.exact_z))
+        stationarity = s.problem.lower_set.normal_cone_distance(torch.tensor(s.exact_z), gradient)
+        assert stationarity <= distance / s.envelope.rho + 1e-9
+        assert distance / s.envelope.rho <= s.envelope.stationarity_bound(violation)
+
     def test_bounds_at_feasible_points(self, case: Any) -> None:
         # Descent on the lower level leads to points with R <= 0, where |y - z| and the stationarity
         # of z are bounded.
@@ -236,16 +247,18 @@ class TestGap:
             if s.exact_gap(s.x.numpy(), y) <= 0.0:
                 z = reference.prox(s.functions, s.x.numpy(), y, envelope.rho, 1e-10)
                 found, distances = found + 1, [*distances, float(np.linalg.norm(y - z))]
-                assert distances[-1] <= envelope.distance_bound
+                assert distances[-1] <= envelope.distance_bound()
                 assert s.problem.lower_set.normal_cone_distance(
                     torch.tensor(z), s.problem.at(s.x).gradient(torch.tensor(z))
-                ) <= (envelope.stationarity_bound + 1e-9)
+                ) <= (envelope.stationarity_bound() + 1e-9)
                 # Back towards the boundary of R <= 0, where the bound is tightest.
                 y = project(y + 0.5 * (y - z))
             if found == 20:
                 break
         assert found
-        assert envelope.stationarity_bound == pytest.approx(envelope.distance_bound / envelope.rho)
+        assert envelope.stationarity_bound() == pytest.approx(
+            envelope.distance_bound() / envelope.rho
+        )
 
 
 def test_gradient_error_by_hand() -> None:
@@ -425,8 +438,16 @@ class TestEnvelope:
     def test_constants_by_hand(self) -> None:
         envelope = Envelope(rho=0.5, sigma=1.0, delta=0.02)
         assert envelope.modulus == pytest.approx(1.0)
-        assert envelope.distance_bound == pytest.approx(math.sqrt(2 * 0.5 * 0.02 / 0.5))
-        assert envelope.stationarity_bound == pytest.approx(math.sqrt(2 * 0.02 / (0.5 * 0.5)))
+        assert envelope.distance_bound() == pytest.approx(math.sqrt(2 * 0.5 * 0.02 / 0.5))
+        assert envelope.stationarity_bound() == pytest.approx(math.sqrt(2 * 0.02 / (0.5 * 0.5)))
+        assert envelope.distance_bound(0.03) == pytest.approx(math.sqrt(2 * 0.5 * 0.05 / 0.5))
+        assert envelope.stationarity_bound(0.03) == pytest.approx(math.sqrt(2 * 0.05 / (0.5 * 0.5)))
+
+    def test_bounds_of_the_synthetic_problem(self) -> None:
+        """After 300 iterations it is violated by 2.65e-4, and |y - z| is 0.0290."""
+        envelope = Envelope(rho=0.5, sigma=1.0, delta=1e-3)
+        assert envelope.distance_bound() == pytest.approx(0.0447, abs=5e-5)
+        assert envelope.distance_bound(2.65e-4) == pytest.approx(0.0503, abs=5e-5)
 
     @pytest.mark.parametrize(
         ("values", "message"),

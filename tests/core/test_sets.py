@@ -16,6 +16,7 @@ from lightning_bilevel.core.sets import (
     Product,
     Scaled,
     Simplex,
+    is_bounded,
 )
 
 N, INF = 6, float("inf")
@@ -334,3 +335,50 @@ def test_box_refuses_a_wrong_size_also_after_a_right_one() -> None:
     box.project(torch.zeros(3))
     with pytest.raises(ValueError, match="has 3 bounds, the variable has 4 coordinates"):
         box.project(torch.zeros(4))
+
+
+class Silent:
+    """A user's set that does not say whether it is bounded."""
+
+    def project(self, v: Tensor) -> Tensor:
+        return v
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("convex_set", "bounded"),
+    [
+        (Free(), False),
+        (Box(-1, 1), True),
+        (Box(-1, INF), False),
+        (Box([0.0, -INF], [1.0, 1.0]), False),
+        (Box([0.0, -3.0], [1.0, 1.0]), True),
+        (NonNegative(), False),
+        (Ball(), True),
+        (Simplex(), True),
+        (Product([Box(0, 1), Simplex()], [1, 2]), True),
+        (Product([Box(0, 1), Free()], [1, 2]), False),
+        (Product([Silent(), Free()], [1, 2]), False),
+        (Product([Silent(), Ball()], [1, 2]), None),
+        (Scaled(Ball(), 3.0), True),
+        (Scaled(Free(), 3.0), False),
+        (Scaled(Silent(), 3.0), None),
+        (Silent(), None),
+    ],
+    ids=repr,
+)
+def test_bounded(convex_set: ConvexSet, bounded: bool | None) -> None:
+    assert isinstance(convex_set, ConvexSet)
+    assert is_bounded(convex_set) is bounded
+
+
+@every_set
+def test_a_bounded_set_has_no_far_point(convex_set: ConvexSet) -> None:
+    generator = torch.Generator().manual_seed(0)
+    far = [
+        float(convex_set.project(1e6 * torch.randn(N, generator=generator)).abs().max())
+        for _ in range(20)
+    ]
+    assert (max(far) < 1e3) is is_bounded(convex_set)

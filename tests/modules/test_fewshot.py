@@ -14,7 +14,7 @@ from running import events, trainer
 from torch import Tensor
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear, max_pool2d
 
-from lightning_bilevel import BOME, Chunks, FewShot, GlyphEpisodes
+from lightning_bilevel import BOME, Chunks, Envelope, FewShot, GlyphEpisodes
 from lightning_bilevel.modules.networks import Conv4, adapt
 
 
@@ -211,6 +211,36 @@ def test_the_encoder_runs_once_per_x_however_many_inner_iterations() -> None:
         level.gradient(z)
     level.gap(y, z)
     assert runs == once == 1
+
+
+def test_the_qualification_holds_and_the_encoder_has_kinks() -> None:
+    ours, source = module(), data()
+    certificate = ours.certify(
+        batch={"upper": source.upper, "lower": source.lower},
+        envelope=Envelope(rho=1.0, sigma=0.0, delta=1e-3),
+    )
+    assert certificate is not None
+    assert certificate.qualification == (
+        "holds: for each delta > 0, because g is convex in y and constant along its affine "
+        "segments (linear softmax heads)"
+    )
+    assert certificate.theorem == "does not apply: ReLU and max-pooling are not differentiable"
+
+
+def test_g_is_constant_along_its_affine_segments() -> None:
+    """A number added to all biases of a head changes nothing; another direction is curved."""
+    ours, source = module().double(), data()
+    images, labels, index = source.lower
+    batch = (images.double(), labels, index)
+    problem = ours.bilevel_problem({"upper": batch, "lower": batch})
+    x, y = ours.point
+    level = problem.at(x)
+    generator = torch.Generator().manual_seed(0)
+    same = torch.cat([torch.zeros(ours.heads.weight.numel()), torch.ones(ours.heads.bias.numel())])
+    other = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+    values = [[level.value(y + t * d) for t in (0.0, 0.5, 1.0)] for d in (same.to(y), other)]
+    assert values[0] == pytest.approx([values[0][0]] * 3, rel=1e-12)
+    assert values[1][0] + values[1][2] - 2 * values[1][1] > 1e-3
 
 
 def test_statistics_are_those_of_each_task_alone() -> None:

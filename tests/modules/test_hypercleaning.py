@@ -140,6 +140,7 @@ def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
     assert certificate is not None
     # (2 * 100 * (8 + 1) + log 4) / (1 + e^100)
     assert certificate.qualification.startswith("holds: delta = 0.001 > 6.7e-41")
+    assert certificate.theorem == "applies, if the gradients of f and g are Lipschitz"
     tiny = ours.certify(envelope=Envelope(rho=0.1, sigma=1.0, delta=1e-45))
     assert tiny is not None
     assert tiny.qualification.startswith("not known: delta = 1e-45 <= 6.7e-41")
@@ -154,7 +155,12 @@ def test_any_classifier(tmp_path: Any) -> None:
     trainer(tmp_path, max_steps=2).fit(ours, datamodule=data())
     certificate = ours.certify()
     assert certificate is not None
-    assert certificate.qualification == "not known for this classifier"
+    # 1e-3 (1 + e^100)
+    assert certificate.qualification == (
+        "not known: it holds if the loss of each sample varies over Y by less than 2.7e+40 = "
+        "delta / omega(-100)"
+    )
+    assert certificate.theorem == "not known: the constraint qualification"
 
 
 @pytest.mark.parametrize(

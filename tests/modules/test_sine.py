@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers import gap_at
 
-from lightning_bilevel import SineProblem
+from lightning_bilevel import BOME, Envelope, SineProblem
+from lightning_bilevel.modules.sine import largest_gap
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,87 @@ def test_bad_sizes() -> None:
         SineProblem(n=0)
     with pytest.raises(ValueError, match=r"`SineProblem\(c=...\)` has 2 entries: it must have n=3"):
         SineProblem(n=3, c=[1.0, 2.0])
+
+
+class TestQualification:
+    """The gap has maxima in the interior, where R > 0 and its gradient is 0."""
+
+    @pytest.fixture
+    def module(self) -> SineProblem:
+        module = SineProblem(n=1000, solver=BOME).double()
+        # 2 t = rho cos t
+        t = 0.242675
+        for _ in range(5):
+            t -= (2 * t - 0.5 * math.cos(t)) / (2 + 0.5 * math.sin(t))
+        assert t == pytest.approx(0.242675, abs=1e-6)
+        module.point = (
+            torch.ones(1, dtype=torch.float64),
+            torch.full((1000,), 1 + t, dtype=torch.float64),
+        )
+        return module
+
+    def test_r_is_stationary_at_a_point_that_violates_it(self, module: SineProblem) -> None:
+        problem = module.bilevel_problem({"upper": None, "lower": None})
+        envelope = Envelope(rho=0.5, sigma=1.0, delta=1e-3)
+        point = gap_at(problem, *module.point, envelope)
+        assert point.residual == pytest.approx(245.03, abs=5e-3)
+        assert float(point.grad_x.abs().max()) < 1e-9
+        assert float(point.grad_y.norm()) < 1e-9
+
+    def test_the_certificate_says_so(self, module: SineProblem) -> None:
+        certificate = module.certify(batch={"upper": None, "lower": None})
+        assert certificate is not None
+        assert certificate.qualification == (
+            "fails: the gap is periodic and has interior maxima, which are stationary points with "
+            "R = 245"
+        )
+        assert certificate.theorem == "does not apply: the constraint qualification fails"
+
+    def test_the_bound_of_a_feasible_point_does_not_hold_here(self, module: SineProblem) -> None:
+        certificate = module.certify(batch={"upper": None, "lower": None})
+        assert certificate is not None
+        envelope = Envelope(rho=0.5, sigma=1.0, delta=1e-3)
+        assert certificate.prox_distance == pytest.approx(2 * 0.242675 * math.sqrt(1000), rel=1e-5)
+        assert envelope.distance_bound() < certificate.prox_distance <= certificate.distance_bound
+        assert certificate.prox_stationarity <= certificate.stationarity_bound
+
+    @pytest.mark.parametrize(
+        ("delta", "words"),
+        [
+            (0.49, "fails: the gap is periodic"),
+            (
+                0.4901,
+                "holds: delta = 0.4901 exceeds the largest gap, 0.4901, so R <= 0 excludes no "
+                "point",
+            ),
+        ],
+    )
+    def test_a_delta_above_the_largest_gap_excludes_nothing(self, delta: float, words: str) -> None:
+        module = SineProblem(n=2, solver=BOME).double()
+        envelope = Envelope(rho=0.5, sigma=1.0, delta=delta)
+        certificate = module.certify(batch={"upper": None, "lower": None}, envelope=envelope)
+        assert certificate is not None
+        assert certificate.qualification.startswith(words)
+
+    def test_a_rho_above_1(self) -> None:
+        module = SineProblem(n=2, solver=BOME).double()
+        envelope = Envelope(rho=1.0, sigma=0.9, delta=1e-3)
+        certificate = module.certify(batch={"upper": None, "lower": None}, envelope=envelope)
+        assert certificate is not None
+        assert certificate.qualification == (
+            "not known: rho = 1 is not below 1, so z need not be unique"
+        )
+
+    @pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
+    def test_no_point_has_a_larger_gap(self, rho: float) -> None:
+        problem = (
+            SineProblem(n=1, solver=BOME).double().bilevel_problem({"upper": None, "lower": None})
+        )
+        envelope = Envelope(rho=rho, sigma=1.0, delta=1.0)
+        gaps = [
+            gap_at(problem, torch.zeros(1).double(), torch.tensor([s]).double(), envelope).residual
+            + 1
+            for s in torch.linspace(0.0, 2 * math.pi, 400).tolist()
+        ]
+        assert max(gaps) <= largest_gap(rho) + 1e-12
+        assert max(gaps) == pytest.approx(largest_gap(rho), rel=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -70,7 +71,13 @@ def test_module_and_plain_functions_are_the_same_problem(tmp_path: Any) -> None:
     solution = solve(problem, *start, PAPER, max_steps=40)
     assert torch.equal(module.x.detach(), solution.x)
     assert torch.equal(module.y.detach(), solution.y)
-    assert module.certify() == solution.certificate
+    known = module.certify()
+    assert known is not None
+    assert known.qualification.startswith("fails: ")
+    # Two functions declare nothing.
+    assert solution.certificate == replace(
+        known, qualification="not known", theorem="not known: the constraint qualification"
+    )
 
 
 def test_unit_is_a_change_of_variables() -> None:
@@ -156,15 +163,12 @@ def test_a_deterministic_solver_refuses_mini_batches(tmp_path: Any, shuffled: bo
         level: DataLoader(TensorDataset(*samples(30, s)), batch_size=size, shuffle=shuffled)
         for level, s in (("upper", 1), ("lower", 2))
     }
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(
-            MisconfigurationException,
-            match="IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule",
-        ),
-    ):
+    words = r"IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule"
+    run = trainer(tmp_path, max_epochs=3)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(tmp_path, max_epochs=3).fit(Weighting(), loaders)
+        with pytest.raises(MisconfigurationException, match=words):
+            run.fit(Weighting(), loaders)
 
 
 def test_a_frozen_parameter_is_a_constant(tmp_path: Any) -> None:
@@ -390,6 +394,90 @@ def test_a_batch_names_both_levels(batch: Any) -> None:
         MisconfigurationException, match=r'it must be \{"upper": ..., "lower": ...\}'
     ):
         Weighting().bilevel_problem(batch)
+
+
+class TestProved:
+    def fitted(self, tmp_path: Any, steps: int = 60, **more: Any) -> SineProblem:
+        module = SineProblem(n=20, solver=PAPER)
+        trainer(tmp_path, max_steps=steps, precision="64-true", **more).fit(
+            module, datamodule=FullBatchDataModule()
+        )
+        return module
+
+    def test_it_is_that_of_solve(self, tmp_path: Any) -> None:
+        module = self.fitted(tmp_path)
+        problem = (
+            SineProblem(n=20, solver=PAPER).double().bilevel_problem({"upper": None, "lower": None})
+        )
+        start = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+        solution = solve(problem, *start, PAPER, max_steps=60)
+        proved = module.proved
+        assert proved is not None
+        assert solution.proved is not None
+        assert proved.iteration == solution.proved.iteration
+        assert proved.iteration != 60
+        assert torch.equal(proved.x, solution.proved.x)
+        got = module.certify(proved=True)
+        expected = solution.proved.certificate
+        assert got is not None
+        assert (got.kkt, got.multiplier, got.point) == (
+            expected.kkt,
+            expected.multiplier,
+            expected.point,
+        )
+        current = module.certify()
+        assert current is not None
+        assert current.point == "the last iterate, iteration 60"
+        assert current.kkt != got.kkt
+
+    def test_another_envelope_has_other_bounds(self, tmp_path: Any) -> None:
+        """The theorem's are for the relaxation of the solver: they are left out."""
+        module = self.fitted(tmp_path)
+        other = Envelope(rho=0.25, sigma=1.0, delta=0.1)
+        got = module.certify(proved=True, envelope=other)
+        assert got is not None
+        assert module.proved is not None
+        assert got.point == module.proved.name
+        assert "bounds" not in got.point
+
+    def test_every_certificate_names_its_point(self, tmp_path: Any) -> None:
+        module = self.fitted(tmp_path)
+        x, y = module.point
+        module.point = x, 0.5 * y
+        moved = module.certify()
+        assert moved is not None
+        assert moved.point == "a point that was written into the module"
+        module.restore((x, y), 1.0)
+        restored = module.certify()
+        assert restored is not None
+        assert restored.point == "an earlier point of the run, which was restored"
+
+    def test_a_checkpoint_knows_it(self, tmp_path: Any) -> None:
+        module = SineProblem(n=20, solver=PAPER)
+        run = trainer(tmp_path, max_steps=60)
+        run.fit(module, datamodule=FullBatchDataModule())
+        path = tmp_path / "run.ckpt"
+        run.save_checkpoint(path)
+        other = SineProblem.load_from_checkpoint(path, n=20, solver=PAPER)
+        assert other.proved is not None
+        assert module.proved is not None
+        assert torch.equal(other.proved.y, module.proved.y)
+        assert other._run.point_name == "the last iterate, iteration 60"
+        module.restore((module.proved.x, module.proved.y), module.proved.multiplier)
+        run.save_checkpoint(path)
+        restored = SineProblem.load_from_checkpoint(path, n=20, solver=PAPER)
+        assert restored._run.point_name == "an earlier point of the run, which was restored"
+
+    def test_a_solver_without_it_says_so(self, tmp_path: Any) -> None:
+        module = Weighting(solver=BOME, envelope=Envelope(rho=0.2, sigma=1.0, delta=0.01))
+        trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
+        assert module.proved is None
+        message = (
+            "`Weighting.certify(proved=True)` has no point to certify: BOME does not keep the "
+            "point of its theorem, only IVSP does. Leave `proved` out for the current point."
+        )
+        with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+            module.certify(proved=True)
 
 
 def test_certify_needs_a_batch() -> None:

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_bilevel import F2SA, Envelope, StreamingIVSP, StreamInfo, TableRMS
+from lightning_bilevel import F2SA, Envelope, StreamInfo, StreamingIVSP, TableRMS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 
@@ -230,7 +230,7 @@ class TestStep:
         full = Watched()
         fitted(tmp_path, full, loaders(), limit_val_batches=0)
         assert not same_parameters(low, full)
-        # Rounding to 8 bits moves the weights a little, and AdamW enlarges it where a gradient is 0.
+        # Rounding to 8 bits moves the weights a little, and AdamW enlarges small gradients.
         inputs, labels, _ = samples(200, 3)
         losses = [cross_entropy(m.eval().network(inputs), labels).item() for m in (low, full)]
         assert losses[0] == pytest.approx(losses[1], rel=0.03)

@@ -36,9 +36,7 @@ def test_both_processes_end_at_the_same_point(ends: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "touching"])
-def test_two_processes_are_one_on_the_joined_batches(
-    ends: Any, tmp_path: Path, case: str
-) -> None:
+def test_two_processes_are_one_on_the_joined_batches(ends: Any, tmp_path: Path, case: str) -> None:
     together = ends[case][0]
     data = {"upper": samples(20, 1), "lower": samples(30, 2)}
     joined = []

@@ -128,9 +128,7 @@ def test_from_a_checkpoint_of_the_validation(tmp_path: Path) -> None:
     """Lightning saves there if a validation metric is monitored; the epoch's rates come after."""
     saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=-1)
     whole = run(tmp_path, Streamed(scheduler=PER_EPOCH), loaders(), callbacks=[saving])
-    resumed = run(
-        tmp_path, Streamed(scheduler=PER_EPOCH), loaders(), tmp_path / "epoch=0.ckpt"
-    )
+    resumed = run(tmp_path, Streamed(scheduler=PER_EPOCH), loaders(), tmp_path / "epoch=0.ckpt")
     same_end(whole, resumed)
 
 

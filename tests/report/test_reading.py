@@ -14,7 +14,7 @@ import torch
 from helpers import PROBLEMS, Problem, make_ivsp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from modules import MILD, Weighting, weighting_data
+from modules import MILD, PAPER, Weighting, weighting_data
 from running import trainer
 from torch import Tensor
 
@@ -30,9 +30,11 @@ from lightning_bilevel import (
     Certificate,
     CertificateReport,
     Envelope,
+    FullBatchDataModule,
     IVSPInfo,
     PNGBiO,
     Simplex,
+    SineProblem,
     certify,
     solve,
 )
@@ -46,6 +48,8 @@ GOOD = Certificate(
     complementarity=2.6e-4,
     multiplier=1.6,
     own_multiplier=True,
+    smallest_kkt=2e-4,
+    gap=1.3e-3,
     residual=3e-4,
     upper=1.0,
     lower=2.0,
@@ -59,6 +63,7 @@ GOOD = Certificate(
     tolerance=1e-9,
     held_share=0.0,
     qualification="not known",
+    theorem="not known: the constraint qualification",
     upper_gradient=0.5,
     lower_gradient=0.02,
     upper_norm=1.0,
@@ -78,9 +83,9 @@ RUN = Tally(
 
 def test_the_sentence() -> None:
     assert reading(GOOD, RUN) == (
-        "feasible to 3.0e-04; lower level within 0.014 of stationary (delta allows 0.09); upper "
-        "level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty settled at update 3 "
-        "(iteration 57 of 100)."
+        "feasible to 3.0e-04; lower level stationary to 0.014 at z, 0.007 from y (bounds 0.09 and "
+        "0.04); upper level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty "
+        "settled at update 3 (iteration 57 of 100)."
     )
     assert advice(GOOD, RUN) == []
 
@@ -109,6 +114,20 @@ def test_what_the_sentence_depends_on(
 ) -> None:
     text = reading(certificate, run)
     assert text.startswith(words) if words.startswith("feasible") else text.endswith(words)
+
+
+def test_the_sentence_names_the_point() -> None:
+    text = reading(replace(GOOD, point="iteration 7", evaluated_on="a batch"), RUN)
+    assert text.startswith("point: iteration 7; evaluated on a batch; feasible to ")
+
+
+def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
+    """It is about methods that strengthen a penalty, so it is said of their runs only."""
+    free = replace(GOOD, theorem="does not apply: Y is unbounded")
+    ending = "; the theorem does not apply: Y is unbounded."
+    assert reading(free, RUN) == reading(GOOD, RUN)[:-1] + ending
+    assert reading(free, Tally(iterations=100)) == reading(GOOD, Tally(iterations=100))
+    assert reading(free) == reading(GOOD)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +277,8 @@ class TestNotEnforced:
         GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
     )
     WORDS = (
-        "The lower level is not enforced: delta and rho allow a gradient of g of 40, and those "
-        "seen are 3 at the start and 1 at the end. "
+        "The lower level is not enforced: delta and rho allow a gradient of g of 40 at z, and "
+        "those seen at y are 3 at the start and 1 at the end. "
     )
 
     def test_delta_too_large(self) -> None:
@@ -268,8 +287,8 @@ class TestNotEnforced:
             f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
         ]
         assert (
-            "of stationary (delta allows 40); but not enforced, its gradient is 1 where R is "
-            "slack; " in reading(self.SLACK)
+            "(bounds 40 and 0.04); but not enforced, its gradient is 1 where R is slack; "
+            in reading(self.SLACK)
         )
 
     def test_rho_too_small(self) -> None:
@@ -455,6 +474,56 @@ class TestReport:
         printed = capsys.readouterr().out
         assert saved["reading"] in " ".join(printed.split())
         assert list(tmp_path.rglob("certificate.json")) == [tmp_path / "kept" / "certificate.json"]
+
+    def test_the_theorem_s_point_has_a_table_and_an_entry(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report, module = CertificateReport(), SineProblem(n=1000, solver=PAPER)
+        run = trainer(tmp_path, max_steps=200, precision="64-true", callbacks=[report])
+        run.fit(module, datamodule=FullBatchDataModule())
+        saved = json.loads((tmp_path / "certificate.json").read_text())
+        proved = module.proved
+        assert proved is not None
+        assert report.proved is not None
+        entry = saved["proved"]
+        assert Certificate(**entry["certificate"]) == report.proved
+        assert report.proved == module.certify(proved=True)
+        assert (entry["iteration"], entry["omega"]) == (proved.iteration, proved.omega)
+        assert entry["feasibility_bound"] == proved.feasibility_bound
+        assert entry["complementarity_bound"] == proved.complementarity_bound
+        assert report.certificate is not None
+        assert report.certificate.point == "the last iterate, iteration 200"
+        printed = capsys.readouterr().out
+        table = printed[printed.index("the theorem's point ---") :]
+        assert f"{proved.iteration} of 200 (k^ = {proved.iteration - 1})" in table
+        assert f"{report.proved.stationarity:.3e}" in table
+        for value, bound in (
+            (report.proved.feasibility, proved.feasibility_bound),
+            (report.proved.complementarity, proved.complementarity_bound),
+        ):
+            assert value <= bound
+            assert f"{value:.3e} (at most {bound:.3e})" in table
+
+    def test_a_bound_that_is_not_known_is_left_out(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The first step is a long one: JSON, which has no infinity, says null."""
+        module = SineProblem(n=20, solver=PAPER)
+        run = trainer(tmp_path, max_steps=1, precision="64-true", callbacks=[CertificateReport()])
+        run.fit(module, datamodule=FullBatchDataModule())
+        entry = json.loads((tmp_path / "certificate.json").read_text())["proved"]
+        assert entry["feasibility_bound"] is None
+        assert entry["complementarity_bound"] is None
+        printed = capsys.readouterr().out
+        assert "at most" not in printed[printed.index("the theorem's point ---") :]
+
+    def test_a_solver_without_such_a_point_has_no_entry(self, tmp_path: Path) -> None:
+        envelope = Envelope(rho=0.2, sigma=1.0, delta=0.01)
+        report = CertificateReport()
+        run = trainer(tmp_path, max_steps=3, callbacks=[report])
+        run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
+        assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
+        assert report.proved is None
 
     def test_json_beside_the_logs(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path)

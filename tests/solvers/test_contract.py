@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import PROBLEMS, Problem, exact_residuals, groups, point_of
-from tables import SOLVERS, Solver, every_problem, every_solver, solved
+from tables import SOLVERS, STREAMING, Solver, every_problem, every_solver, solved
 from torch import Tensor
 
 import lightning_bilevel
 from lightning_bilevel import (
+    IVSP,
     BilevelOptimizer,
     BilevelProblem,
     Box,
@@ -92,7 +93,9 @@ def test_the_table_has_every_solver() -> None:
         for kind in public
         if issubclass(kind, BilevelOptimizer) and kind is not BilevelOptimizer
     }
-    assert {solver.kind for solver in SOLVERS.values()} == kinds
+    assert {solver.kind for solver in (*SOLVERS.values(), *STREAMING.values())} == kinds
+    stochastic = {kind for kind in kinds if kind.stochastic}
+    assert {solver.kind for solver in STREAMING.values()} == stochastic
     assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
 
 
@@ -180,7 +183,10 @@ class TestContract:
             tensors = {
                 name for name, value in state["state"][0].items() if isinstance(value, Tensor)
             }
-            assert tensors == ({solver.kept} if solver.kept else set())
+            kept = {solver.kept} if solver.kept else set()
+            if solver.kind is IVSP:
+                kept |= {"proved_w", "before_w"}
+            assert tensors == kept
             assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
         assert kinds[0] == kinds[1] == kinds[2]
         assert constants[0] == constants[1] == constants[2]

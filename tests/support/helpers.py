@@ -28,6 +28,8 @@ from lightning_bilevel import (
     Simplex,
     SolverCallable,
 )
+from lightning_bilevel.core.moreau import MoreauPoint, evaluate_gap
+from lightning_bilevel.core.prox import precise_prox
 
 Vector = np.ndarray[Any, Any]
 
@@ -113,6 +115,13 @@ def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
         for group in optimizer.param_groups
     )
     return x, y
+
+
+def gap_at(problem: BilevelProblem, x: Tensor, y: Tensor, envelope: Envelope) -> MoreauPoint:
+    """R and its gradient at a precise proximal point."""
+    lower = problem.at(x)
+    z = precise_prox(lower, y, envelope.rho, problem.lower_set, tolerance=1e-12)
+    return evaluate_gap(lower, y, z, envelope)
 
 
 def exact_residuals(

@@ -16,7 +16,8 @@ Every choice scales with f, and with g and delta together, so that their units d
 - ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that f and R have equal weight at the start.
   An update of the penalty halves it: the theorem wants a grid that falls to 0 by bounded factors.
 - ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``,
-  ``L_min`` and ``L_max`` are the paper's multiples of it.
+  ``L_min`` and ``L_max`` are the paper's multiples of it. It is clipped to an L_min or L_max that
+  is given.
 - ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only after the steps have
   become a hundred times shorter.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
@@ -121,6 +122,11 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
             c["gamma0"] = c["L_yy"] / L_f if L_f > 0.0 else 1.0
     if c["L_init"] is None:
         c["L_init"] = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
+        # Every start of a line search is between the user's L_min and L_max.
+        if given["L_min"] is not None:
+            c["L_init"] = max(c["L_init"], given["L_min"])
+        if given["L_max"] is not None:
+            c["L_init"] = min(c["L_init"], given["L_max"])
     for name in ("c1", "L_min", "L_max"):
         if c[name] is None:
             c[name] = PAPER[name] * c["L_init"]

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any, Literal
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 
-__all__ = ["CHOSEN", "PAPER", "PER_TASK", "Constants", "check_constants", "missing_constants"]
+__all__ = [
+    "CHOSEN",
+    "PAPER",
+    "PER_TASK",
+    "Constants",
+    "check_constants",
+    "missing_constants",
+    "values_of",
+]
 
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
@@ -78,12 +88,13 @@ class Constants:
     fixed_L: float | None
     max_trials: int
     max_inner: int
+    keep_proved: bool
 
     @classmethod
-    def read(cls, group: dict[str, Any]) -> Constants:
-        """Read them from a parameter group."""
-        values = {field.name: group[field.name] for field in fields(cls)}
-        return cls(**{**values, "chosen": tuple(values["chosen"])})
+    def read(cls, values: tuple[Any, ...]) -> Constants:
+        """Make them of what :func:`values_of` returns."""
+        known = dict(zip(_NAMES, values, strict=True))
+        return cls(**{**known, "chosen": tuple(known["chosen"])})
 
     @property
     def envelope(self) -> Envelope:
@@ -104,6 +115,11 @@ class Constants:
         if "sigma" in self.chosen:
             changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", self.rho))
         return changed
+
+
+_NAMES = tuple(field.name for field in fields(Constants))
+# The values of the constants in a parameter group, in the order of the fields.
+values_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
 
 
 def check_constants(c: dict[str, Any]) -> None:
@@ -148,6 +164,8 @@ def check_constants(c: dict[str, Any]) -> None:
             "rules",
             '"paper", "own", or None for the paper\'s where all constants of a task are given',
         )
+    if not isinstance(c["keep_proved"], bool):
+        refuse("keep_proved", "True or False")
     missing = missing_constants(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(
@@ -157,6 +175,17 @@ def check_constants(c: dict[str, Any]) -> None:
     L_max = given.get("L_max", PAPER["L_max"])
     if given.get("L_min", 0.0) > L_max:
         refuse("L_min", f"at most L_max={L_max!r}")
+    if c["fixed_L"] is None and "L_init" in given:
+        # Bounds that IVSP chooses are multiples of L_init.
+        others = {} if missing else PAPER
+        low = given.get("L_min", others.get("L_min", 0.0))
+        high = given.get("L_max", others.get("L_max", math.inf))
+        if not low <= given["L_init"] <= high:
+            refuse(
+                "L_init",
+                f"between L_min={low!r} and L_max={high!r}, as every start of a line search: "
+                "change one of them",
+            )
     sigma = given.get("sigma", 0.0)
     try:
         Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])

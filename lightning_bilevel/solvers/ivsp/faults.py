@@ -1,4 +1,4 @@
-"""The error and the warning of IVSP for a line search that leads nowhere."""
+"""The error and the warnings of IVSP for steps that lead nowhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["check_trials", "warn_of_stall"]
+__all__ = ["check_trials", "warn_of_ascent", "warn_of_stall"]
 
 
 def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
@@ -26,6 +26,25 @@ def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
         raise type(last)(
             f"in each of {trials} trials of the line search, in the last: {last}"
         ) from last
+
+
+def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bound: float) -> None:
+    """Warn of a step with a fixed L that fails the test of the line search.
+
+    Args:
+        fixed_L: The L.
+        safe: What L_safe is at least.
+        iteration: The number of the iteration.
+        merit: The merit of the new point.
+        bound: What the test asks it to be at most.
+    """
+    warnings.warn(
+        f"`IVSP(fixed_L={fixed_L!r})` is too small: in outer iteration {iteration} the merit "
+        f"became {merit:.9g}, where a line search asks for at most {bound:.9g}. Descent is proved "
+        f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
+        "out for the line search.",
+        stacklevel=4,
+    )
 
 
 def warn_of_stall(

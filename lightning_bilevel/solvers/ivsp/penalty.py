@@ -28,7 +28,9 @@ class Smoothing(Protocol):
     r"""A convex smoothing :math:`\phi_\mu` of :math:`[t]_+ = \max(t, 0)`.
 
     Attributes:
-        a: :math:`a_\phi`, such that :math:`|\phi_\mu(t) - [t]_+| \le a_\phi \mu`.
+        a: :math:`a_\phi = a_1 + a_2`, such that
+            :math:`[t]_+ - a_1 \mu \le \phi_\mu(t) \le [t]_+ + a_2 \mu`. The smoothings here are
+            never below :math:`[t]_+`, so :math:`a_1 = 0`.
         b: :math:`b_\phi`, such that the slope :math:`\phi_\mu'` is
             :math:`(b_\phi / \mu)`-Lipschitz.
     """

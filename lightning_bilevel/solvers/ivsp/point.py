@@ -1,4 +1,4 @@
-"""A point of IVSP and its evaluation: f with its gradient, and the inexact Moreau gap R."""
+"""A point of IVSP and its evaluation: f with its gradient, and the inexact residual R."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ class Paper:
     def slack(self, here: Point, there: Point, gamma: float) -> float:
         """Return the rounding error that the Armijo test allows for.
 
-        The paper's 1e-12 is meant for float64.
+        It is the paper's 1e-12. The paper names no dtype. In float32 we add the rounding error of
+        the compared values, which is ours: it is larger than 1e-12, and without it a step could be
+        rejected for its rounding alone.
         """
         if here.w.dtype == torch.float64:
             return 1e-12

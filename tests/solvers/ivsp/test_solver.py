@@ -422,7 +422,9 @@ def test_both_smoothings_end_at_the_solution(smoothing: str) -> None:
 def test_fixed_L_accepts_whatever_comes() -> None:
     problem = by_name["quadratic"]
     before = problem.build().upper(*problem.at()).value
-    info = make_ivsp(problem, fixed_L=1e-6)(groups(*problem.at())).step(problem=problem.build())
+    optimizer = make_ivsp(problem, fixed_L=1e-6)(groups(*problem.at()))
+    with pytest.warns(UserWarning, match="is too small"):
+        info = optimizer.step(problem=problem.build())
     assert (info.trials, info.L) == (1, 1e-6)
     assert info.upper > 100 * before
 
@@ -876,6 +878,20 @@ class TestConstants:
                 '`IVSP(bb=\'both\')` must be "short", "long", or None for a choice of IVSP\'s.',
             ),
             ({"L_min": 2.0, "L_max": 1.0}, "`IVSP(L_min=2.0)` must be at most L_max=1.0."),
+            (
+                {"L_init": 0.5, "L_min": 1.0, "L_max": 2.0},
+                (
+                    "`IVSP(L_init=0.5)` must be between L_min=1.0 and L_max=2.0, as every start of "
+                    "a line search: change one of them."
+                ),
+            ),
+            (
+                {"rho": 0.5, "sigma": 1.0, **PLAIN, "L_init": 1e12},
+                (
+                    "`IVSP(L_init=1000000000000.0)` must be between L_min=1e-11 and "
+                    "L_max=100000000000.0, as every start of a line search: change one of them."
+                ),
+            ),
             ({"q": 0.0}, "`IVSP(q=0.0)` must be positive and finite, or None for 1/r + 0.01."),
             ({"q": math.inf}, "`IVSP(q=inf)` must be positive and finite, or None for 1/r + 0.01."),
             ({"q": "3"}, "`IVSP(q='3')` must be positive and finite, or None for 1/r + 0.01."),
@@ -930,6 +946,13 @@ class TestConstants:
             self.make(rules="paper", rho=0.5, sigma=1.0, **PLAIN).hyper_parameters["rules"]
             == "paper"
         )
+
+    def test_a_chosen_start_is_within_the_bounds_that_are_given(self) -> None:
+        problem = by_name["sine"]
+        for bounds in ({"L_min": 1e3}, {"L_max": 1e-9}):
+            optimizer = IVSP(groups(*problem.at()), **bounds)
+            info = optimizer.step(problem=problem.build())
+            assert [info.L_start] == list(bounds.values())
 
     def test_a_fixed_L_needs_no_start(self) -> None:
         given = {name: value for name, value in PLAIN.items() if name != "L_init"}

@@ -1,0 +1,249 @@
+r"""The constraint qualification ENNAMCQ, and conditions that imply it.
+
+.. math:: 0 \notin \nabla R(w) + N_C(w) \quad\text{for every } w \in C \text{ with } R(w) \ge 0
+
+If it holds, no point that violates the constraint is stationary for the violation, so a strong
+enough penalty always leads back. It is a property of the problem, not of a point: a program cannot
+test it, but each condition here implies it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.sets import Box, ConvexSet, Product, is_bounded
+
+__all__ = [
+    "Condition",
+    "ConstantAffineSegments",
+    "Qualification",
+    "Reweighted",
+    "ReweightedSigmoidNetwork",
+    "StrictlyConvex",
+    "Verdict",
+    "cross_entropy_bound",
+    "judge",
+]
+
+Status = Literal["holds", "fails", "not known"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about the constraint qualification of a problem.
+
+    Attributes:
+        status: Whether it holds.
+        words: The whole sentence.
+    """
+
+    status: Status
+    words: str
+
+    @classmethod
+    def holds(cls, reason: str) -> Verdict:
+        """It holds, for this reason."""
+        return cls("holds", f"holds: {reason}")
+
+    @classmethod
+    def fails(cls, reason: str) -> Verdict:
+        """It fails, for this reason."""
+        return cls("fails", f"fails: {reason}")
+
+    @classmethod
+    def not_known(cls, reason: str = "") -> Verdict:
+        """Nobody has shown that it holds, nor that it fails."""
+        return cls("not known", f"not known: {reason}" if reason else "not known")
+
+    @classmethod
+    def of_words(cls, words: str) -> Verdict:
+        """Take the status from the start of a sentence: "holds ..." or "fails ..."."""
+        for status in ("holds", "fails"):
+            if words.startswith(status):
+                return cls(status, words)
+        return cls("not known", words)
+
+
+class Condition(ABC):
+    """A sufficient condition, which a problem declares and whose numbers are checked."""
+
+    @abstractmethod
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+        """Return what follows from the condition for an envelope and the sets Y and X."""
+
+
+Qualification = str | Verdict | Condition | Callable[[Envelope], str | Verdict]
+
+
+def judge(
+    qualification: Qualification, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
+) -> Verdict:
+    """Return the verdict of whatever was declared: words, a verdict, a condition or a function."""
+    if isinstance(qualification, Condition):
+        return qualification(envelope, lower_set, upper_set)
+    said = qualification(envelope) if callable(qualification) else qualification
+    return said if isinstance(said, Verdict) else Verdict.of_words(said)
+
+
+class StrictlyConvex(Condition):
+    r"""g(x, .) is strictly convex on Y for every x: ENNAMCQ holds for each delta > 0.
+
+    Convexity alone is not enough: :math:`g(x, y) = y` on [-1, 1] with :math:`\rho = 0.5` has
+    :math:`\nabla R = 0` and :math:`R = 0.25 - \delta` at :math:`y = 0.5`.
+    """
+
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+        return Verdict.holds("for each delta > 0, because g is strictly convex in y")
+
+
+@dataclass(frozen=True)
+class ConstantAffineSegments(Condition):
+    r"""g(x, .) is convex, and constant on each segment on which it is affine.
+
+    Then ENNAMCQ holds for each delta > 0. For if R is stationary at w, then
+    :math:`p = (y - z)/\rho` is a subgradient of g(x, .) over Y both at y and at z. So g is affine
+    between them, so constant, so :math:`\langle p, y - z \rangle = 0`, and y = z has no gap:
+    R < 0. An example is the mean cross-entropy of linear softmax heads. Its Hessian vanishes only
+    along directions that add one number to all logits, which do not change it.
+
+    Attributes:
+        reason: Why g is so, in words, such as "linear softmax heads".
+    """
+
+    reason: str
+
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+        return Verdict.holds(
+            "for each delta > 0, because g is convex in y and constant along its affine segments "
+            f"({self.reason})"
+        )
+
+
+@dataclass(frozen=True)
+class Reweighted(Condition):
+    r"""g is a mean of losses that x weights by a sigmoid, as in data hyper-cleaning.
+
+    .. math::
+        g(x, y) = \frac{1}{n} \sum_{i=1}^n \omega(x_i) \, \ell_i(y), \qquad
+        \omega(t) = \frac{1}{1 + e^{-t}}, \qquad X = [-M, M]^n
+
+    The classifier may be any with continuous losses on a compact Y. With
+    :math:`D_\ell = \max_i (\max_Y \ell_i - \min_Y \ell_i)`, ENNAMCQ holds if
+    :math:`\delta > \omega(-M) \, D_\ell`. For where R is stationary, only samples with
+    :math:`x_i = -M` have a larger loss at y than at z, so
+    :math:`g(x, y) - g(x, z) \le \omega(-M) \, D_\ell < \delta`, and R < 0.
+
+    Attributes:
+        spread: A bound on :math:`D_\ell`, such as :func:`cross_entropy_bound` returns; None says
+            how large it may be.
+    """
+
+    spread: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.spread is not None and not 0.0 <= self.spread < math.inf:
+            raise ValueError(
+                f"`Reweighted(spread={self.spread})` must be nonnegative and finite: it bounds how "
+                "far the loss of a sample varies over Y. Leave it out if no bound is known."
+            )
+
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+        if is_bounded(lower_set) is not True:
+            return Verdict.not_known(
+                f"the losses must be bounded on Y, which {lower_set!r} does not tell"
+            )
+        boxes = _boxes(upper_set)
+        if not boxes:
+            return Verdict.not_known(f"x must lie in a bounded box, and lies in {upper_set!r}")
+        # -M. If the bounds differ, the largest lower one leaves the largest weight.
+        lowest = max(float(box.lower.max()) for box in boxes)
+        smallest_weight = _sigmoid(lowest)
+        if self.spread is None:
+            most = envelope.delta / smallest_weight if smallest_weight > 0.0 else math.inf
+            return Verdict.not_known(
+                f"it holds if the loss of each sample varies over Y by less than {most:.2g} = "
+                f"delta / omega({lowest:g})"
+            )
+        threshold = smallest_weight * self.spread
+        numbers = (
+            f"{threshold:.2g} = omega({lowest:g}) D, where the losses vary over Y by at most "
+            f"D = {self.spread:.4g}"
+        )
+        if envelope.delta > threshold:
+            return Verdict.holds(f"delta = {envelope.delta:g} > {numbers}")
+        return Verdict.not_known(f"delta = {envelope.delta:g} <= {numbers}")
+
+
+@dataclass(frozen=True)
+class ReweightedSigmoidNetwork(Condition):
+    r""":class:`Reweighted` for a two-layer sigmoid network and the cross-entropy.
+
+    With :math:`|y_j| \le B` the features are between 0 and 1, so ENNAMCQ holds if
+
+    .. math:: \delta > \frac{2 B (d_h + 1) + \log m}{1 + e^M}
+
+    Attributes:
+        hidden: :math:`d_h`, the number of hidden units.
+        classes: m, the number of classes.
+    """
+
+    hidden: int
+    classes: int
+
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+        boxes = _boxes(lower_set)
+        if not boxes:
+            return Verdict.not_known(f"y must lie in a bounded box, and lies in {lower_set!r}")
+        size = max(float(bound.abs().max()) for box in boxes for bound in (box.lower, box.upper))
+        spread = cross_entropy_bound(classes=self.classes, features=self.hidden, weight=size)
+        return Reweighted(spread)(envelope, lower_set, upper_set)
+
+
+def cross_entropy_bound(
+    *, classes: int, features: int, weight: float, feature: float = 1.0
+) -> float:
+    r"""Bound the cross-entropy of a classifier whose last layer is linear.
+
+    A logit :math:`\sum_j V_j h_j + b` is at most :math:`S = B (d F + 1)` in size if the weights and
+    biases are at most B and the d features at most F, so
+
+    .. math:: 0 \le \ell = \log \sum_j e^{s_j - s_q} \le 2 S + \log m
+
+    It is assumed that the features are bounded for every y in Y. Those of a sigmoid or tanh layer
+    are (F = 1). The inputs of a single linear layer are, by their largest value. Those of a ReLU
+    layer are not by themselves: multiply the bounds of the layers before it.
+
+    Args:
+        classes: m, the number of classes.
+        features: d, the number of features that the last layer reads.
+        weight: B, a bound on the size of its weights and biases.
+        feature: F, a bound on the size of a feature.
+    """
+    counts = {"classes": classes, "features": features}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"`cross_entropy_bound({name}={count})` must be at least 1.")
+    sizes = {"weight": weight, "feature": feature}
+    for name, size in sizes.items():
+        if not 0.0 <= size < math.inf:
+            raise ValueError(
+                f"`cross_entropy_bound({name}={size})` must be nonnegative and finite: without a "
+                "bound on the logits the cross-entropy has none."
+            )
+    return 2 * weight * (features * feature + 1) + math.log(classes)
+
+
+def _boxes(convex_set: ConvexSet) -> list[Box]:
+    """Return the bounded boxes that a set is made of; an empty list if it is another set."""
+    parts = convex_set.sets if isinstance(convex_set, Product) else [convex_set]
+    boxes = [part for part in parts if isinstance(part, Box) and part.bounded]
+    return boxes if len(boxes) == len(parts) else []
+
+
+def _sigmoid(t: float) -> float:
+    return 1 / (1 + math.exp(-t)) if t >= 0.0 else math.exp(t) / (1 + math.exp(t))
