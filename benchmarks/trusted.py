@@ -129,7 +129,7 @@ def streaming(data: Any, settings: Settings, solver: Any) -> Found:
     """Learn the weights by a streaming solver."""
     module = HyperCleaning(
         n_train=data.n_train,
-        classifier=MLP(),
+        classifier=MLP(data.lower[0][0].numel()),
         weighted_mean=True,
         upper_bound=8.0,
         solver=partial(

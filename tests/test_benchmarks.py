@@ -22,6 +22,7 @@ from benchmarks import (
     results,
     stationarity,
     tasks,
+    trusted,
 )
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import doublings, exponent, in_turns, ratio
@@ -210,6 +211,30 @@ def test_a_row_has_the_last_number_and_the_earlier_ones_as_its_note() -> None:
     assert found.what == "a: KKT residual after 2,001 passes"
     assert (found.value, found.note) == (0.125, "0.25 after 1,000")
     assert stationarity.row(Curve("a", [], [])).note == "it diverged at once"
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", list(trusted.METHODS))
+def test_methods_with_trusted_samples_are_judged_alike(method: str) -> None:
+    data = DigitsCleaning(300, 40, corruption=0.6, kind="pair", batch_size=32)
+    data.setup()
+    assert data.corrupted is not None
+    row = trusted.measure(data, method, 0, trusted.Settings(steps=3))
+    assert row.keys() == {
+        "kept", "wrong_kept", "seconds", "auroc", "missed_errors", "test_error"
+    }  # fmt: skip
+    if method == "all":
+        assert row["kept"] == 1.0
+        assert row["wrong_kept"] == pytest.approx(0.6)
+    if method == "trusted":
+        # 40 right labels say more than 300 of which most are wrong.
+        assert row["kept"] == 0.0
+        assert row["auroc"] > 0.8
+        assert row["test_error"] < 0.5
+    assert "held_out_error" in trusted.measure(
+        data, method, 0, trusted.Settings(steps=3), judge=data.upper
+    )
 
 
 def test_an_error_is_the_share_of_wrong_predictions() -> None:

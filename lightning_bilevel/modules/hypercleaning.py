@@ -14,7 +14,11 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.qualification import Reweighted, ReweightedSigmoidNetwork
+from lightning_bilevel.core.qualification import (
+    Qualification,
+    Reweighted,
+    ReweightedSigmoidNetwork,
+)
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
@@ -109,6 +113,16 @@ class HyperCleaning(BilevelModule):
         self.logits = nn.Parameter(torch.zeros(n_train))
         self._draw = partial(sigmoid_network, inputs, hidden, classes)
         self.classifier = self._draw() if classifier is None else classifier
+<<<<<<< HEAD
+=======
+        qualification: Qualification
+        if weighted_mean:
+            qualification = "not known for the weighted mean"
+        elif classifier is None:
+            qualification = ReweightedSigmoidNetwork(hidden, classes)
+        else:
+            qualification = Reweighted()
+>>>>>>> s4
         self.declare(
             upper=self.logits,
             lower=self.classifier,
@@ -117,9 +131,13 @@ class HyperCleaning(BilevelModule):
             upper_unit=upper_unit,
             solver=solver,
             envelope=envelope,
+<<<<<<< HEAD
             qualification=(
                 ReweightedSigmoidNetwork(hidden, classes) if classifier is None else Reweighted()
             ),
+=======
+            qualification=qualification,
+>>>>>>> s4
             scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
         )
 
