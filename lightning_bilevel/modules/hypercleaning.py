@@ -113,8 +113,6 @@ class HyperCleaning(BilevelModule):
         self.logits = nn.Parameter(torch.zeros(n_train))
         self._draw = partial(sigmoid_network, inputs, hidden, classes)
         self.classifier = self._draw() if classifier is None else classifier
-<<<<<<< HEAD
-=======
         qualification: Qualification
         if weighted_mean:
             qualification = "not known for the weighted mean"
@@ -122,7 +120,6 @@ class HyperCleaning(BilevelModule):
             qualification = ReweightedSigmoidNetwork(hidden, classes)
         else:
             qualification = Reweighted()
->>>>>>> s4
         self.declare(
             upper=self.logits,
             lower=self.classifier,
@@ -131,13 +128,7 @@ class HyperCleaning(BilevelModule):
             upper_unit=upper_unit,
             solver=solver,
             envelope=envelope,
-<<<<<<< HEAD
-            qualification=(
-                ReweightedSigmoidNetwork(hidden, classes) if classifier is None else Reweighted()
-            ),
-=======
             qualification=qualification,
->>>>>>> s4
             scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
         )
 

@@ -16,7 +16,7 @@ from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, gradient_error
-from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
+from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants, values_of
 from lightning_bilevel.solvers.ivsp.penalty import Huber, inverse_penalty
 from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
 from lightning_bilevel.solvers.ivsp.search import Merit
