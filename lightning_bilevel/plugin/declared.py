@@ -1,0 +1,200 @@
+"""What a bilevel module declares, and the problem that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_bilevel.core.episode import Adaptation
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.qualification import Qualification
+from lightning_bilevel.plugin.batches import BatchProblem, check_batch
+from lightning_bilevel.plugin.checks import (
+    check_own,
+    way_to_mini_batches,
+)
+from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
+from lightning_bilevel.plugin.functional import Declared, problem_of
+from lightning_bilevel.plugin.processes import shared_problem
+from lightning_bilevel.plugin.run import Run
+from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
+from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.record import StepInfo
+
+__all__ = ["DeclaredLevels"]
+
+
+class DeclaredLevels:
+    """The two levels of a module: its losses, its parameters, its sets and its solver."""
+
+    default_solver: ClassVar[SolverCallable | None] = None
+    lower_features: Callable[..., Any] | None = None
+    lower_outputs: Callable[..., Any] | None = None
+    upper_features: Callable[..., Any] | None = None
+    upper_gradient: Callable[..., Any] | None = None
+    lower_gradient: Callable[..., Any] | None = None
+    upper_indices: Callable[..., Tensor] | None = None
+
+    def declare(
+        self,
+        *,
+        upper: Declared,
+        lower: Declared,
+        upper_set: Sets | None = None,
+        lower_set: Sets | None = None,
+        solver: SolverCallable | None = None,
+        upper_unit: float = 1.0,
+        lower_unit: float = 1.0,
+        envelope: Envelope | None = None,
+        qualification: Qualification = "not known",
+        scheduler: SchedulerDeclared | None = None,
+        adaptation: Adaptation | None = None,
+    ) -> None:
+        r"""Say what belongs to which level.
+
+        Args:
+            upper: The upper-level variables x: a module, a parameter, or several of them.
+            lower: The lower-level variables y, likewise.
+            upper_set: The set of x, or a list with one set for each of the several.
+            lower_set: The set of y, likewise.
+            solver: Makes the solver from parameter groups: a solver class, or a partial of one.
+            upper_unit: The solver works in u with x = upper_unit * u, which gives the level steps
+                :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay
+                in x.
+            lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as
+                rho * lower_unit**2.
+            envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that
+                have none.
+            qualification: What is known about the constraint qualification of this problem: a
+                :class:`~lightning_bilevel.core.qualification.Condition` such as
+                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
+                returns one of the two. The certificate shows it.
+            scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
+                Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
+                ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
+                torch optimiser.
+            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
+                of fresh few-shot episodes do, and how it is solved there. The lower-level
+                parameters are then the start of y in each step, and do not change. Runs on all data
+                are as without it.
+        """
+        # Read from the class: an instance would bind a plain function as its method.
+        solver = solver or type(self).default_solver
+        if solver is None:
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
+            )
+        call = f"{type(self).__name__}.declare"
+        levels = Level(call, "upper", upper, upper_set), Level(call, "lower", lower, lower_set)
+        for level in levels:
+            check_own(self._module(), level)
+        self._declaration = Declaration(
+            *levels,
+            (upper_unit, lower_unit),
+            solver,
+            envelope,
+            qualification,
+            plan_of(call, scheduler),
+            adaptation,
+        )
+        # This solver refuses bad arguments before any data are loaded. A run builds its own solver
+        # when it starts.
+        self._run = Run(self._declaration.new_solver())
+        self._resumed_start: Start | None = None
+        self._resumed_stream: dict[str, Any] | None = None
+        self.last_step: StepInfo | None = None
+        self._module().automatic_optimization = False
+
+    def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return f on the batch of the upper level.
+
+        With :attr:`upper_features`, their result is the second argument.
+        """
+        raise NotImplementedError(self._missing_losses())
+
+    def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return g on the batch of the lower level.
+
+        With :attr:`lower_features` or :attr:`lower_outputs`, their result is the second argument.
+        """
+        raise NotImplementedError(self._missing_losses())
+
+    def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
+        """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
+        declared = self._declared()
+        check_batch(type(self).__name__, batch)
+        functions = self._run.buffers.functions_of(self._module(), declared)
+        return problem_of(functions, batch, declared.upper.feasible, declared.lower.feasible)
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """The Moreau envelope of the certificate, in y: the solver's, or else the declared one."""
+        return self._run.solver.envelope or self._declared().envelope
+
+    @property
+    def point(self) -> tuple[Tensor, Tensor]:
+        """The current x and y, each as a new flat vector."""
+        return self._declared().read()
+
+    @point.setter
+    def point(self, point: tuple[Tensor, Tensor]) -> None:
+        self._declared().write(*point)
+        self._run.shown = "a point that was written into the module"
+
+    def problem_on(self, batch: Any) -> BilevelProblem:
+        """Return the problem on a training batch, as all processes share it."""
+        return self._problem_on(batch).problem
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the two levels with their units, as a solver takes them."""
+        return self._declared().groups()
+
+    def _module(self) -> LightningModule:
+        return cast(LightningModule, self)
+
+    def _declared(self) -> Declaration:
+        declared: Declaration | None = getattr(self, "_declaration", None)
+        if declared is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has not declared its levels: call "
+                "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
+            )
+        return declared
+
+    def _missing_losses(self) -> str:
+        return (
+            f"`{type(self).__name__}` must define `upper_loss(batch)`, the function f, and "
+            "`lower_loss(batch)`, the function g."
+        )
+
+    def _problem_on(self, batch: Any) -> BatchProblem:
+        return self._run.batches.problem_on(batch, self._make_problem)
+
+    def _make_problem(
+        self, batch: Any, contents: list[tuple[Any, int]], before: BatchProblem | None
+    ) -> BatchProblem:
+        """Make the problem on a batch; the first one is checked at the start point of the run."""
+        declared = self._declared()
+        run = self._run
+        module = self._module()
+        point = declared.feasible_point() if before is None else None
+        split = before is None or before.is_split
+        problem, part = shared_problem(
+            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
+        )
+        if point is not None:
+            try:
+                start = problem.check(*point)
+            except NonFiniteError:
+                raise
+            except BilevelError as error:
+                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
+            run.certifier.start = run.certifier.start or start
+            run.buffers.examine(module, problem, *point)
+        return BatchProblem(contents, batch, part, problem)
