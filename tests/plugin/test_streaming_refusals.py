@@ -371,7 +371,7 @@ class TestMonitors:
         found = report.certificate
         assert found is not None
         assert found.tolerance > 1e-4
-        words = f"its proximal point is found to {found.tolerance:.1e} only, after 5 passes"
+        words = f"z to {found.tolerance:.1e} after 5 passes, so R may be larger by"
         assert words in found.evaluated_on
         assert words in " ".join(capsys.readouterr().out.split())
         # More passes find a lower point of the envelope, and so a larger gap.
