@@ -44,8 +44,8 @@ def _limited(certificate: Certificate, question: Question) -> Certificate:
     """Say that the allowed passes did not suffice for the proximal point."""
     error = certificate.tolerance**2 / (2 * question.envelope.modulus)
     words = (
-        f"; its proximal point is found to {certificate.tolerance:.1e} only, after "
-        f"{question.passes} passes, so R may be larger by up to {error:.1e}"
+        f"; z to {certificate.tolerance:.1e} after {question.passes} passes, so R may be larger by "
+        f"{error:.1e}"
     )
     return replace(certificate, evaluated_on=f"{question.evaluated_on}{words}")
 

@@ -121,8 +121,7 @@ class BilevelMixin(CertifiedPoints):
             info = optimizer.step(problem=current.problem)
             self._update_buffers(current)
         else:
-            with stream.step():
-                info = optimizer.step(problem=stream.problem(batch))
+            info = stream.step(optimizer, batch)
         self.last_step = info
         self._run.shown = ""
         if self._run.schedule is not None:

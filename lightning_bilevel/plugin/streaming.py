@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +17,14 @@ from lightning_bilevel.plugin.functional import ModuleFunctions, Shadow, problem
 from lightning_bilevel.plugin.processes import total
 from lightning_bilevel.plugin.random_numbers import LossNumbers, generators
 from lightning_bilevel.plugin.whole_data import (
+    LEVELS,
     Data,
     evaluating,
     gathered,
     kept,
     problem_on_data,
 )
+from lightning_bilevel.solvers.record import StreamInfo
 
 __all__ = ["MINI_BATCH_TOLERANCE", "Stream", "check_yielded", "has_changing_batches"]
 
@@ -128,7 +129,8 @@ class Stream:
         self._at_y = _Losses(module, *levels, shadow=None, context=context)
         self._at_z = _Losses(module, *levels, shadow=_Twin, context=context)
         self._examined = False
-        self._first: dict[str, Any] | None = None
+        # Which levels have data.
+        self._first: dict[str, bool | None] | None = None
         saved = saved or {}
         self._numbers = LossNumbers(trainer.strategy.root_device, saved.get("losses"))
         self._load_twins(saved.get("twins", {}))
@@ -145,7 +147,7 @@ class Stream:
         if self._first is not None:
             check_not_ended(call, batch, self._first)
         check_batch(call, batch)
-        self._first = self._first or batch
+        self._first = self._first or {level: batch[level] is not None or None for level in LEVELS}
         if len(self.sample) < self._kept:
             self.sample.append(move_data_to_device(batch, "cpu"))
         sets = self._declared.upper.feasible, self._declared.lower.feasible
@@ -161,21 +163,37 @@ class Stream:
             problem = problem.on_this_rank(share, share, total)
         return problem
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Make one step of the solver inside.
+    def step(self, optimizer: Any, batch: Any) -> StreamInfo:
+        """Make one step of the solver.
 
         The losses draw from their own random numbers, and nothing but them runs in half precision.
+        What a step that is not taken has written to buffers is taken back.
         """
-        if not self._examined:
-            before = [twin.copy.clone() for twin in self._at_z.shadows]
-        with self._numbers.drawn(), self._full_precision():
-            yield
-        if not self._examined:
+        before = self._buffers()
+        taken = False
+        try:
+            with self._numbers.drawn(), self._full_precision():
+                info: StreamInfo = optimizer.step(problem=self.problem(batch))
+            taken = info.taken
+        finally:
+            if not taken:
+                for twin, own, copy in before:
+                    twin.live.copy_(own)
+                    twin.copy.copy_(copy)
+        if taken and not self._examined:
             # torch's batch normalisation writes to a buffer without a new version of it.
-            for twin, old in zip(self._at_z.shadows, before, strict=True):
-                twin.written = twin.written or not torch.equal(twin.copy, old)
+            for twin, _, copy in before:
+                twin.written = twin.written or not torch.equal(twin.copy, copy)
             self._examined = True
+        return info
+
+    def _buffers(self) -> list[tuple[Shadow, Tensor, Tensor]]:
+        """Return copies of the module's buffers and their twins, all or those that are written."""
+        return [
+            (twin, twin.live.clone(), twin.copy.clone())
+            for twin in self._at_z.shadows
+            if twin.written or not self._examined
+        ]
 
     def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
         """Return f and g on the data of a certificate, and what these are.
@@ -233,7 +251,7 @@ class Stream:
         for twin in self._at_z.shadows:
             name = names.get(id(twin.live))
             if name in saved:
-                twin.copy = saved[name].to(twin.copy)
+                twin.copy = saved[name].to(twin.copy, copy=True)
                 twin.written = True
 
     def _full_precision(self) -> AbstractContextManager[Any]:

@@ -291,6 +291,26 @@ class TestNotFinite:
         assert float(run.callback_metrics["bilevel/skipped"]) == 2.0
         assert run.global_step == 6
 
+    def test_running_statistics_are_taken_back_too(self, tmp_path: Path) -> None:
+        """A sick input would stay in the statistics of batch normalisation for ever."""
+
+        class SickInputs(Streamed):
+            def upper_loss(self, batch: Any) -> Tensor:
+                inputs = batch[0].clone()
+                if self.trainer.global_step == 2:
+                    inputs[0] = float("inf")
+                return super().upper_loss((inputs, *batch[1:]))
+
+            def on_train_batch_end(self, *args: Any) -> None:
+                statistics.append(self.network[1].running_mean.clone())
+
+        statistics: list[Tensor] = []
+        fitted(tmp_path, SickInputs(), loaders(), max_steps=4)
+        assert torch.equal(statistics[1], statistics[2])
+        assert not torch.equal(statistics[0], statistics[1])
+        assert not torch.equal(statistics[2], statistics[3])
+        assert all(bool(found.isfinite().all()) for found in statistics)
+
     def test_the_run_ends_at_the_last_good_point(self, tmp_path: Path) -> None:
         module = Sick(*range(5, 99))
         last = LastCheckpoint(tmp_path)
@@ -351,7 +371,7 @@ class TestMonitors:
         found = report.certificate
         assert found is not None
         assert found.tolerance > 1e-4
-        words = f"its proximal point is found to {found.tolerance:.1e} only, after 5 passes"
+        words = f"z to {found.tolerance:.1e} after 5 passes, so R may be larger by"
         assert words in found.evaluated_on
         assert words in " ".join(capsys.readouterr().out.split())
         # More passes find a lower point of the envelope, and so a larger gap.
