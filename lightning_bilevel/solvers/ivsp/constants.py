@@ -91,10 +91,10 @@ class Constants:
     keep_proved: bool
 
     @classmethod
-    def read(cls, values: tuple[Any, ...]) -> Constants:
-        """Make them of what :func:`values_of` returns."""
-        known = dict(zip(_NAMES, values, strict=True))
-        return cls(**{**known, "chosen": tuple(known["chosen"])})
+    def read(cls, group: dict[str, Any]) -> Constants:
+        """Read them from a parameter group."""
+        values = dict(zip(_NAMES, values_of(group), strict=True))
+        return cls(**{**values, "chosen": tuple(values["chosen"])})
 
     @property
     def envelope(self) -> Envelope:

@@ -324,7 +324,7 @@ class IVSP(Answers):
         """The constants in the parameter groups as they are now, and their rules."""
         values = values_of(self.param_groups[0])
         if self._values != values:
-            constants = Constants.read(values)
+            constants = Constants.read(self.param_groups[0])
             self._values = values
             self._read_settings = constants, rules_for(constants)
         return self._read_settings
