@@ -16,7 +16,7 @@ from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, gradient_error
-from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants, values_of
+from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
 from lightning_bilevel.solvers.ivsp.penalty import Huber, inverse_penalty
 from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
 from lightning_bilevel.solvers.ivsp.search import Merit
@@ -185,7 +185,7 @@ def test_the_accuracy_keeps_the_error_below_a_tenth_of_the_mapping() -> None:
     envelope = Envelope(rho=0.3, sigma=1.0, delta=1e-3)
     solver = IVSP(groups(*start()), rho=0.3, sigma=1.0, L_xy=2.0)
     solver.step(problem=quadratic())
-    constants = Constants.read(values_of({**solver.constants, "own_unit": 1.0}))
+    constants = Constants.read({**solver.constants, "own_unit": 1.0})
     for mapping in (1e-6, 1e-2, 30.0):
         zeta = adapted_accuracy(mapping, Merit(1.0, 0.02, Huber()), constants, B_R=5.0)
         assert (
@@ -216,7 +216,7 @@ def test_corrected_changes_what_was_estimated_alone() -> None:
     solver.step(problem=quadratic())
 
     def corrected(chosen: tuple[str, ...]) -> dict[str, float]:
-        return Constants.read(values_of({**solver.constants, "chosen": chosen})).more_curved(4)
+        return Constants.read({**solver.constants, "chosen": chosen}).more_curved(4)
 
     assert corrected(("L_yy", "rho", "sigma")) == {"L_yy": 8.0, "rho": 0.03125, "sigma": 8.0}
     assert corrected(("L_yy",)) == {"L_yy": 8.0}
