@@ -117,7 +117,7 @@ class TorchRule:
 
     def loaded(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a saved state as a copy on the device of the parameters."""
-        if set(state) != self._names:
+        if state and set(state) != self._names:
             raise ValueError(
                 f"`{self._call}`: the saved state has {sorted(state)}, and {self.name} keeps "
                 f"{sorted(self._names)}: it was saved with another optimiser."
@@ -247,11 +247,11 @@ _WAY_OUT = "Use one that acts on each coordinate alone, such as SGD or AdamW."
 def _rate_of(optimizer: Optimizer, call: str) -> float:
     groups = optimizer.param_groups
     lr: Any = groups[0].get("lr")
-    if len(groups) != 1 or not is_number(lr) or lr < 0:
+    if len(groups) != 1 or not is_number(lr) or lr <= 0:
         got = f"a tensor {lr}" if isinstance(lr, Tensor) else repr(lr)
         raise ValueError(
-            f"`{call}`: {type(optimizer).__name__} has lr = {got}: it needs one number, which "
-            "stands in the solver's parameter group, where schedulers change it."
+            f"`{call}`: {type(optimizer).__name__} has lr = {got}: it needs one positive number, "
+            "which stands in the solver's parameter group, where schedulers change it."
         )
     return float(lr)
 

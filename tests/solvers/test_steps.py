@@ -318,7 +318,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "shared": (Shared, "Shared does not act on each coordinate alone"),
     "counting": (partial(Counting, lr=0.1), "Counting changes its own parameter group"),
     "unable": (Unable, "Unable cannot step a flat vector by its gradient"),
-    "rateless": (Rateless, "Rateless has lr = None: it needs one number"),
+    "rateless": (Rateless, "Rateless has lr = None: it needs one positive number"),
+    "still": (partial(SGD, lr=0.0), "SGD has lr = 0.0"),
     "tensor": (
         partial(Adam, lr=torch.tensor(0.1), capturable=False, foreach=False),
         "Adam has lr = a tensor 0.1",
