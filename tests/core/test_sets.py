@@ -340,6 +340,9 @@ def test_box_refuses_a_wrong_size_also_after_a_right_one() -> None:
 class Silent:
     """A user's set that does not say whether it is bounded."""
 
+    def __repr__(self) -> str:
+        return "Silent()"
+
     def project(self, v: Tensor) -> Tensor:
         return v
 
