@@ -47,6 +47,8 @@ class TorchRule:
         self.lr = _rate_of(probe, call)
         settings = probe.param_groups[0]
         self._counts_on_device = bool(settings.get("fused") or settings.get("capturable"))
+        # Whether it makes its state along with itself, as Adagrad does.
+        self._eager = bool(probe.state)
         # The names in its state, which the experiments find out.
         self._names: set[str] = set()
         # Whether it takes a sparse gradient and then moves nothing else, and whether a dense one.
@@ -93,6 +95,8 @@ class TorchRule:
         for parameter, (values, slope), known in zip(self._pieces, pieces, states, strict=True):
             parameter.data = values
             parameter.grad = slope
+            if self._eager and not known:
+                known.update(self._first_state(values))
             optimizer.state[parameter] = known
         optimizer.param_groups[0]["lr"] = lr
         try:
@@ -105,6 +109,10 @@ class TorchRule:
                 parameter.data = v.new_empty(0)
         if len(pieces) > 1:
             _join(state, states)
+
+    def _first_state(self, values: Tensor) -> dict[str, Any]:
+        parameter = nn.Parameter(values.detach())
+        return dict(self._made([parameter]).state[parameter])
 
     def step(
         self, v: Tensor, direction: Tensor, lr: float, state: dict[str, Any]

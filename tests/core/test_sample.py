@@ -72,7 +72,7 @@ class TestRandomNumbers:
             assert torch.equal(sample.lower_y, sample.inner_y)
 
     def test_would_not_be_without_the_restore(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module._RandomNumbers, "restore", lambda self: None)
+        monkeypatch.setattr(module.RandomNumbers, "restore", lambda self: None)
         x, y = torch.randn(50), torch.randn(50)
         assert self.problem.sample(x, y, y.clone()).gap != 0.0
 

@@ -23,7 +23,7 @@ from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.modules.networks import MLP
 
 STREAMED = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=partial(AdamW, lr=1e-2))
-ON_MINI_BATCHES = [path.name for path in sorted(CONFIGS.glob("*_mini_batches"))]
+ON_MINI_BATCHES = ["digits_mini_batches", "fashion_mnist_mini_batches", "mnist_mini_batches"]
 
 
 def module(**options: Any) -> HyperCleaning:
