@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, ClassVar
 
@@ -265,6 +266,11 @@ class BilevelMixin(CertifiedPoints):
             extra = [] if self.upper_features is None else [self.upper_features(part)]
             total += float(self.upper_loss(part, *extra).detach())
         return total
+
+
+# Lightning looks up the signature of `training_step` at every step. Here it finds it made already,
+# which saves a hundredth of a cheap iteration.
+vars(BilevelMixin)["training_step"].__signature__ = inspect.signature(BilevelMixin.training_step)
 
 
 class IVSPMixin(BilevelMixin):
