@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,6 +106,10 @@ def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:
         )
     if out.is_dir():
         raise ValueError(f"`clean --out {out}` is a folder: name a file in it.")
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(
+            f"`clean --out {out}` cannot be written: choose another folder, or allow to write in it."
+        )
     if out.resolve() in [path.resolve() for path in inputs if path is not None]:
         raise ValueError(
             f"`clean --out {out}` would overwrite your data: name another file for the result."
