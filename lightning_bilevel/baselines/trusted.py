@@ -225,9 +225,7 @@ def rated_sources(samples: TrustedSamples, sources: Tensor, *, weighted: bool = 
     return _rated(samples, sources, network, weighted)
 
 
-def _rated(
-    samples: TrustedSamples, sources: Tensor, network: nn.Module, weighted: bool
-) -> Found:
+def _rated(samples: TrustedSamples, sources: Tensor, network: nn.Module, weighted: bool) -> Found:
     agreed = (probabilities(network, samples.inputs).argmax(1) == samples.labels).float()
     counts = torch.bincount(sources)
     agreement = torch.bincount(sources, weights=agreed) / counts.clamp(min=1)

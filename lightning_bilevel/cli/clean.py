@@ -63,10 +63,11 @@ def clean(
     samples = TrustedSamples(*data.train, *data.trusted, network)
     name = model or type(network()).__name__
     again = "" if test else ", and again for each of four parts of the trusted samples"
-    _say(f"Learning a weight for each sample: {name}, {plan.steps:,} steps of {plan.batch_size}{again}.")
+    size_of_run = f"{plan.steps:,} steps of {plan.batch_size}"
+    _say(f"Learning a weight for each sample: {name}, {size_of_run}{again}.")
     layout = "{l_bar}{bar}| {elapsed} gone, {remaining} left"
     with torch.random.fork_rng(devices=[]), tqdm(bar_format=layout, mininterval=0.5) as bar:
-        methods = Methods(len(data.classes), plan, seed, bar.update)
+        methods = Methods(len(data.classes), plan, seed, lambda passes: bar.update(passes))
         bar.total = methods.cost(samples, folds=test is None)
         bar.set_description("all samples")
         rows = methods.run(samples, data.test)
@@ -108,7 +109,7 @@ def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:
         raise ValueError(f"`clean --out {out}` is a folder: name a file in it.")
     if not os.access(out.parent, os.W_OK):
         raise ValueError(
-            f"`clean --out {out}` cannot be written: choose another folder, or allow to write in it."
+            f"`clean --out {out}` cannot be written: choose another folder, or allow writing to it."
         )
     if out.resolve() in [path.resolve() for path in inputs if path is not None]:
         raise ValueError(
@@ -152,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; its names are the arguments of :func:`clean`."""
     made = argparse.ArgumentParser(
         "lightning-bilevel clean",
-        description="Find wrong labels in a training set by means of a few samples whose labels are "
+        description="Find wrong labels in a training set by a few samples whose labels are "
         "right. Learns a weight for each training sample, compares with simpler ways to learn from "
         "such data, recommends one of them, and lists the samples, the most suspicious first. "
         "Works offline, on the CPU.",

@@ -33,8 +33,8 @@ def network_for(inputs: Tensor, classes: int, model: str | None = None) -> Netwo
         classes: The number of classes.
         model: The dotted path of a class, or of a function that returns a module. It is called with
             those of the arguments ``inputs`` (the values of a sample), ``channels`` (of an image),
-            ``classes`` and ``num_classes`` that it has. None is an MLP for features and images of at
-            most 16x16 pixels, and a small convolutional network for larger ones.
+            ``classes`` and ``num_classes`` that it has. None is an MLP for features and images of
+            at most 16x16 pixels, and a small convolutional network for larger ones.
     """
     shape = inputs.shape[1:]
     if model is not None:
@@ -72,8 +72,8 @@ def _import(path: str) -> Callable[..., Any]:
         found = getattr(import_module(module), name)
     except Exception as error:
         raise ValueError(
-            f"`clean --model {path}` cannot be imported ({type(error).__name__}: {error}): write a dotted path such as "
-            "my_file.MyNetwork, with my_file.py in this folder or installed."
+            f"`clean --model {path}` cannot be imported ({type(error).__name__}: {error}): "
+            "write a dotted path such as my_file.MyNetwork, with my_file.py in this folder or installed."
         ) from error
     finally:
         sys.path.remove(str(Path.cwd()))

@@ -33,7 +33,7 @@ class Suspects(NamedTuple):
     """
 
     order: list[int]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     @classmethod
     def of(cls, data: OwnData, cleaned: Cleaned, weights: Tensor) -> Suspects:
@@ -146,8 +146,8 @@ def advice(found: Recommendation) -> str:
         "self-training, lenient": "a probability above 0.1",
     }.get(found.name, "the given label is the likeliest")
     return (
-        f"{text}\nSuspicion and proposed label in the CSV file are by {by} of that row; kept means: "
-        f"{kept}."
+        f"{text}\nSuspicion and proposed label in the CSV file are by {by} of that row; kept "
+        f"means: {kept}."
     )
 
 

@@ -81,9 +81,7 @@ class Methods:
             rows[name] = self._cleaned(name, samples, method(samples), test)
             self.passed(self._simple_cost(samples) / len(_SIMPLE))
         torch.manual_seed(self.seed)
-        self.weights = learn_weights(
-            samples, self.classes, self.plan, lambda: self.passed(_PASSES)
-        )
+        self.weights = learn_weights(samples, self.classes, self.plan, lambda: self.passed(_PASSES))
         found = Found(self.weights > 0.5, -self.weights)
         rows[OURS] = self._cleaned(OURS, samples, found, test)
         return rows

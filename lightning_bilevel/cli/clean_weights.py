@@ -135,7 +135,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", module=r"lightning\.")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

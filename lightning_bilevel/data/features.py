@@ -127,15 +127,15 @@ def _number(option: str, column: str, row: int, text: str) -> float:
     word = text.strip()
     if word.lower() in _MISSING:
         raise ValueError(
-            f"`{option}` has no value in column {column!r}, row {row}: fill it in, or leave out the "
-            "row or the column."
+            f"`{option}` has no value in column {column!r}, row {row}: fill it in, or leave out "
+            "the row or the column."
         )
     try:
         value = float(word)
     except ValueError:
         raise ValueError(
-            f"`{option}` has {word!r} in column {column!r}, row {row}: features must be numbers, so "
-            "turn the column into numbers or leave it out. `--label` and `--id` name the columns "
+            f"`{option}` has {word!r} in column {column!r}, row {row}: features must be numbers, "
+            "so turn the column into numbers or leave it out. `--label` and `--id` name the columns "
             "that are no features."
         ) from None
     if not math.isfinite(value):

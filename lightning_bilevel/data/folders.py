@@ -44,7 +44,7 @@ def read_folder(option: str, folder: Path, size: int | None = None) -> Labelled:
         size: Resize all images to so many pixels in height and width.
     """
     paths = _image_paths(option, folder)
-    pictures = []
+    pictures: list[Tensor] = []
     for path in paths:
         pixels = _pixels(option, path, size)
         if not pictures:

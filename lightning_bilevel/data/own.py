@@ -111,8 +111,8 @@ def _kind(
         folders[name] = path.is_dir()
         if not path.is_dir() and path.suffix.lower() not in _TABLES:
             raise ValueError(
-                f"`{_option(name, path)}` is neither a folder of images nor a CSV file: the name of "
-                f"a CSV file must end in {', '.join(_TABLES)}."
+                f"`{_option(name, path)}` is neither a folder of images nor a CSV file: the name "
+                f"of a CSV file must end in {', '.join(_TABLES)}."
             )
     for name, folder in folders.items():
         if folder != folders["train"]:
@@ -181,8 +181,8 @@ def _check_apart(
             advice = (
                 "a trusted sample needs no cleaning, so leave it out of the training set"
                 if name == "trusted"
-                else "an error on samples that were learned from says nothing, so leave them out of "
-                "one of the two"
+                else "an error on samples that were learned from says nothing, so leave them out "
+                "of one of the two"
             )
             raise ValueError(
                 f"`{options[name]}` has {len(common)} of the {what} of `{options[other]}` "

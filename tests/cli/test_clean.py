@@ -170,9 +170,7 @@ def test_a_wrong_option_ends_with_a_sentence_and_without_a_file(
     assert refused([*tables, *options], capsys).startswith(message)
 
 
-def test_a_label_outside_the_classes(
-    tables: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_label_outside_the_classes(tables: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with Path("trusted.csv").open("a") as file:
         file.write("s99,1,2,3,cow\n")
     said = refused(tables, capsys)

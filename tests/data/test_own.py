@@ -212,7 +212,10 @@ GOOD = ["a,b,label", "1,2,x", "2,3,y", "3,5,x"]
     [
         ([], "is an empty file: its first line must name the columns"),
         (GOOD[:1], "has names of columns and no rows"),
-        (["a,b,kind", "1,2,x"], "has no column 'label': its columns are a, b, kind. `--label NAME`"),
+        (
+            ["a,b,kind", "1,2,x"],
+            "has no column 'label': its columns are a, b, kind. `--label NAME`",
+        ),
         (["a,a,label", "1,2,x"], "has two columns of the name 'a': every column needs"),
         (["label", "x"], "has no column besides label: there must be at least one feature"),
         ([*GOOD, "1,2"], "has 2 values in row 4 and 3 columns: the two must agree"),
