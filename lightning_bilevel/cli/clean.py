@@ -67,7 +67,7 @@ def clean(
     _say(f"Learning a weight for each sample: {name}, {size_of_run}{again}.")
     layout = "{l_bar}{bar}| {elapsed} gone, {remaining} left"
     with torch.random.fork_rng(devices=[]), tqdm(bar_format=layout, mininterval=0.5) as bar:
-        methods = Methods(len(data.classes), plan, seed, lambda passes: bar.update(passes))
+        methods = Methods(len(data.classes), plan, seed, bar.update)
         bar.total = methods.cost(samples, folds=test is None)
         bar.set_description("all samples")
         rows = methods.run(samples, data.test)

@@ -73,7 +73,8 @@ def _import(path: str) -> Callable[..., Any]:
     except Exception as error:
         raise ValueError(
             f"`clean --model {path}` cannot be imported ({type(error).__name__}: {error}): "
-            "write a dotted path such as my_file.MyNetwork, with my_file.py in this folder or installed."
+            "write a dotted path such as my_file.MyNetwork, with my_file.py in this folder or "
+            "installed."
         ) from error
     finally:
         sys.path.remove(str(Path.cwd()))

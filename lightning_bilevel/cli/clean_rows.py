@@ -70,7 +70,7 @@ class Methods:
     classes: int
     plan: Plan
     seed: int
-    passed: Callable[[float], None]
+    passed: Callable[[float], object]
     weights: Tensor | None = None
 
     def run(self, samples: TrustedSamples, test: Samples | None) -> dict[str, Cleaned]:
@@ -171,9 +171,13 @@ class Recommendation(NamedTuple):
 def recommend(wrong: Mapping[str, Tensor]) -> Recommendation:
     r"""Recommend the simplest method that is no worse than the best within the standard error.
 
-    Methods are compared sample by sample. With :math:`d_i` in {-1, 0, 1}, the difference of the
+    Methods are compared sample by sample. With :math:`d_i \in \{-1, 0, 1\}`, the difference of the
     mistakes of a method and of the best one on sample i, it is as good if
-    :math:`\bar d \le s(d)/\sqrt n`. Of equally simple methods the one of fewer mistakes is taken.
+
+    .. math:: \sum_i d_i \le \sqrt{\sum_i d_i^2},
+
+    the standard deviation of the sum if either of the two were as likely to be wrong where they
+    differ (McNemar). Of equally simple methods the one of fewer mistakes is taken.
 
     Args:
         wrong: For each method, the simplest first, which samples it takes for another class.
@@ -184,7 +188,9 @@ def recommend(wrong: Mapping[str, Tensor]) -> Recommendation:
             (name for name in group if name in wrong), key=lambda name: int(wrong[name].sum())
         )
         for name in named:
-            d = wrong[name].double() - wrong[best].double()
-            if float(d.mean()) <= standard_error(d):
-                return Recommendation(name, best, float(d.mean()), standard_error(d))
+            n = len(wrong[name])
+            more = int(wrong[name].sum()) - int(wrong[best].sum())
+            deviation = sqrt(int((wrong[name] != wrong[best]).sum()))
+            if more <= deviation:
+                return Recommendation(name, best, more / n, deviation / n)
     raise AssertionError("the best is as good as itself")

@@ -135,8 +135,8 @@ def _number(option: str, column: str, row: int, text: str) -> float:
     except ValueError:
         raise ValueError(
             f"`{option}` has {word!r} in column {column!r}, row {row}: features must be numbers, "
-            "so turn the column into numbers or leave it out. `--label` and `--id` name the columns "
-            "that are no features."
+            "so turn the column into numbers or leave it out. `--label` and `--id` name the "
+            "columns that are no features."
         ) from None
     if not math.isfinite(value):
         raise ValueError(

@@ -207,9 +207,9 @@ def test_standard_error_of_a_share() -> None:
     [
         # As good as the best: the simplest.
         ({"all samples": mask(1), "self-training, strict": mask(1), OURS: mask(1)}, "all samples"),
-        # One mistake more on another sample: 1/20 is within 1/sqrt(20) * sd.
+        # One mistake more, and they differ on three samples: 1 < sqrt(3).
         ({"trusted samples alone": mask(1, 2), OURS: mask(3)}, "trusted samples alone"),
-        # Five more on the same samples: 0.25 > sqrt(0.25 * 0.75 / 20).
+        # Five more, and they differ on five samples: 5 > sqrt(5).
         ({"trusted samples alone": mask(1, 2, 3, 4, 5, 6), OURS: mask(1)}, OURS),
         # Of two equally simple ones that with fewer mistakes.
         (
@@ -237,7 +237,7 @@ def test_the_sentence_says_why_and_what_the_table_has() -> None:
     simple = {"all samples": mask(1, 2), OURS: mask(3)}
     text = advice(recommend(simple))
     assert "Recommended: all samples. It is simpler than learned weights, and as good" in text
-    assert "(difference 0.050 ± 0.085)" in text
+    assert "(difference 0.050 ± 0.087)" in text
     assert "by the network of that row; kept means: the given label is the likeliest" in text
     text = advice(recommend({"all samples": mask(1, 2, 3, 4, 5, 6), OURS: mask(1)}))
     assert text.startswith("Recommended: learned weights, with the fewest mistakes.\n")
