@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from lightning_bilevel.baselines.trusted import TrustedSamples
 from lightning_bilevel.cli import clean_report
 from lightning_bilevel.cli.clean_network import network_for
 from lightning_bilevel.cli.clean_report import Suspects
-from lightning_bilevel.cli.clean_rows import Methods, Recommendation, recommend
+from lightning_bilevel.cli.clean_rows import Cleaned, Methods, Recommendation, recommend
 from lightning_bilevel.cli.clean_weights import plan_for
 from lightning_bilevel.data.own import OwnData, read_own
 
@@ -57,42 +58,52 @@ def clean(
     _say(f"Reading {train} and {trusted} ...")
     data = read_own(train, trusted, test, label=label, id_column=id_column, size=size)
     _say(_counts(data))
-    n = len(data.ids)
-    network = network_for(data.train[0], len(data.classes), model)
-    plan = plan_for(n, steps)
-    samples = TrustedSamples(*data.train, *data.trusted, network)
-    name = model or type(network()).__name__
-    again = "" if test else ", and again for each of four parts of the trusted samples"
-    size_of_run = f"{plan.steps:,} steps of {plan.batch_size}"
-    _say(f"Learning a weight for each sample: {name}, {size_of_run}{again}.")
-    layout = "{l_bar}{bar}| {elapsed} gone, {remaining} left"
-    with torch.random.fork_rng(devices=[]), tqdm(bar_format=layout, mininterval=0.5) as bar:
-        methods = Methods(len(data.classes), plan, seed, bar.update)
-        bar.total = methods.cost(samples, folds=test is None)
-        bar.set_description("all samples")
-        rows = methods.run(samples, data.test)
-        weights = methods.weights
-        assert weights is not None
-        if test is None:
-            bar.set_description("cross-validation")
-            wrong = methods.cross_validated(samples)
-        else:
-            wrong = {name: row.wrong for name, row in rows.items() if row.wrong is not None}
-        bar.update(bar.total - bar.n)
+    # Random numbers of the caller are neither used nor changed.
+    with torch.random.fork_rng(devices=[]):
+        rows, wrong, weights = _run(data, model, steps, seed)
     found = recommend(wrong)
     suspects = Suspects.of(data, rows[found.name], weights)
     written = clean_report.write(out, data, suspects)
     on = f"{len(data.test[1]):,} test samples" if data.test else "trusted samples held out"
-    print(clean_report.errors(rows, wrong, found.name, n, on), end="\n\n")
+    print(clean_report.errors(rows, wrong, found.name, on), end="\n\n")
     print(clean_report.advice(found), end="\n\n")
     if not data.are_images:
         print(clean_report.top_rows(suspects), end="\n\n")
     doubtful = int((~rows[found.name].kept).sum())
     print(
-        f"{doubtful:,} of {n:,} labels are in doubt. Written: {' and '.join(map(str, written))}, "
+        f"{doubtful:,} of {len(data.ids):,} labels are in doubt. Written: {' and '.join(map(str, written))}, "
         "the most suspicious first."
     )
     return found
+
+
+def _run(
+    data: OwnData, model: str | None, steps: int | None, seed: int
+) -> tuple[dict[str, Cleaned], dict[str, Tensor], Tensor]:
+    """Return what each method says, which samples it gets wrong, and the learned weights."""
+    network = network_for(data.train[0], len(data.classes), model)
+    samples = TrustedSamples(*data.train, *data.trusted, network)
+    plan = plan_for(len(data.ids), steps)
+    name = model or type(network()).__name__
+    again = "" if data.test else ", and again for each of four parts of the trusted samples"
+    size = f"{plan.steps:,} steps of {plan.batch_size}"
+    _say(f"Learning a weight for each sample: {name}, {size}{again}.")
+    layout = "{l_bar}{bar}| {elapsed} gone, {remaining} left"
+    with tqdm(bar_format=layout, mininterval=0.5) as bar:
+        methods = Methods(len(data.classes), plan, seed, bar.update)
+        bar.total = methods.cost(samples, folds=data.test is None)
+        bar.set_description("all samples")
+        rows = methods.run(samples, data.test)
+        weights = methods.weights
+        assert weights is not None
+        if data.test is None:
+            bar.set_description("cross-validation")
+            wrong = methods.cross_validated(samples)
+        else:
+            wrong = {name: row.wrong for name, row in rows.items() if row.wrong is not None}
+        # What a training costs is an estimate.
+        bar.update(bar.total - bar.n)
+    return rows, wrong, weights
 
 
 def _check_out(out: Path, inputs: Sequence[Path | None]) -> None:

@@ -109,7 +109,7 @@ def top_rows(suspects: Suspects) -> str:
 
 
 def errors(
-    rows: Mapping[str, Cleaned], wrong: Mapping[str, Tensor], recommended: str, n: int, on: str
+    rows: Mapping[str, Cleaned], wrong: Mapping[str, Tensor], recommended: str, on: str
 ) -> str:
     """Return the table of the methods.
 
@@ -117,7 +117,6 @@ def errors(
         rows: What each method says of the training samples.
         wrong: Which samples each gets wrong.
         recommended: The method to mark.
-        n: The number of training samples.
         on: What the samples are on which the error was measured.
     """
     lines: list[tuple[str, ...]] = [("learn from", f"error on {on}", "training samples used", "")]
@@ -125,7 +124,7 @@ def errors(
         mean = float(wrong[name].float().mean())
         mark = "recommended" if name == recommended else ""
         error = f"{mean:.3f} ± {standard_error(wrong[name]):.3f}"
-        lines.append((name, error, f"{row.used:,} of {n:,}", mark))
+        lines.append((name, error, f"{row.used:,} of {len(row.kept):,}", mark))
     return _table(lines, left=1)
 
 

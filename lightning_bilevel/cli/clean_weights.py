@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import ceil
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +43,26 @@ class Plan(NamedTuple):
 
     steps: int
     batch_size: int
-    rate: float = 1e-4
-    table: float = 3.0
+    rate: float
+    table: float
 
 
 def plan_for(n: int, steps: int | None = None) -> Plan:
-    """Return the settings for n training samples: batches of at most 256 and of a quarter of them.
+    r"""Return the settings for n training samples: batches of at most 256 and of a quarter of them.
+
+    At seven passes the rates are those that were found on 59,000 samples, 1e-4 for the network and
+    3 for the weights. A small set is passed more often, p times. Then a weight moves p/7 times as
+    often, and its rate is 3 * 7/p. That of the network is :math:`10^{-4} \sqrt{p/7}`: on a thousand
+    digits and a hundred wines 1e-3 was better than 1e-4.
 
     Args:
         n: The number of training samples.
         steps: The number of mini-batches; None is seven passes over the data, at least 1,600.
     """
     batch = min(_BATCH, max(n // 4, min(n, 8)))
-    return Plan(steps or max(_FEWEST_STEPS, ceil(_EPOCHS * n / batch)), batch)
+    usual = max(_FEWEST_STEPS, ceil(_EPOCHS * n / batch))
+    passes = usual * batch / n / _EPOCHS
+    return Plan(steps or usual, batch, rate=1e-4 * sqrt(passes), table=3.0 / passes)
 
 
 def learn_weights(

@@ -52,6 +52,7 @@ def images(tmp_path: Path) -> list[str]:
 def tables(tmp_path: Path) -> list[str]:
     write_blobs(tmp_path / "train.csv", TRUE, 1, GIVEN)
     write_blobs(tmp_path / "trusted.csv", TRUSTED, 2)
+    write_blobs(tmp_path / "test.csv", TRUSTED * 3, 3)
     return ["clean", "--train", "train.csv", "--trusted", "trusted.csv", "--id", "name"]
 
 
@@ -118,11 +119,12 @@ def test_a_table_with_cross_validation(
 def test_the_same_command_writes_the_same_bytes(tables: list[str]) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
+    call = [*tables, "--test", "test.csv", "--steps", "20", "--out"]
     for name in ("one.csv", "two.csv"):
-        main([*tables, "--steps", "20", "--out", name])
+        main([*call, name])
     assert torch.equal(torch.random.get_rng_state(), before)
     assert Path("one.csv").read_bytes() == Path("two.csv").read_bytes()
-    main([*tables, "--steps", "20", "--out", "three.csv", "--seed", "1"])
+    main([*call, "three.csv", "--seed", "1"])
     assert Path("one.csv").read_bytes() != Path("three.csv").read_bytes()
 
 
@@ -217,7 +219,7 @@ def test_a_network_from_a_file_in_this_folder(
         "        super().__init__(inputs, classes)\n"
     )
     path = list(sys.path)
-    main([*tables, "--steps", "5", "--model", "my_networks.Plain"])
+    main([*tables, "--test", "test.csv", "--steps", "5", "--model", "my_networks.Plain"])
     assert sys.path == path
     assert "my_networks.Plain, 5 steps of 37" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "my_networks")

@@ -124,6 +124,17 @@ def test_the_plan_follows_from_the_number_of_samples() -> None:
     assert plan_for(1_000, steps=7)[:2] == (7, 250)
 
 
+def test_rates_follow_from_the_number_of_passes() -> None:
+    """What a weight can move in all is the same; few samples have 400 passes, many have 7."""
+    large = plan_for(256 * 1000)
+    assert (large.rate, large.table) == pytest.approx((1e-4, 3.0))
+    small = plan_for(1_000)
+    assert small.table * 400 == pytest.approx(large.table * 7)
+    assert small.rate == pytest.approx(1e-4 * (400 / 7) ** 0.5)
+    # Asked for fewer steps, the rates stay.
+    assert plan_for(1_000, steps=7)[2:] == small[2:]
+
+
 def samples(n: int = 90) -> tuple[TrustedSamples, Tensor]:
     """Blobs with every fifth label wrong, and which ones are."""
     truth = [i % 3 for i in range(n)]
