@@ -83,8 +83,9 @@ class TrustedSamples:
         """Train a fresh classifier on the (weighted) mean of the cross-entropy."""
         network = self.network()
         network.train()
-        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
-        optimizer = torch.optim.Adam(network.parameters(), **rates)
+        optimizer = torch.optim.Adam(
+            network.parameters(), lr=self.lr, weight_decay=self.weight_decay
+        )
         done = 0
         epochs = 0
         while epochs < self.epochs or done < self.fewest_steps:
@@ -225,9 +226,7 @@ def rated_sources(samples: TrustedSamples, sources: Tensor, *, weighted: bool = 
     return _rated(samples, sources, network, weighted)
 
 
-def _rated(
-    samples: TrustedSamples, sources: Tensor, network: nn.Module, weighted: bool
-) -> Found:
+def _rated(samples: TrustedSamples, sources: Tensor, network: nn.Module, weighted: bool) -> Found:
     agreed = (probabilities(network, samples.inputs).argmax(1) == samples.labels).float()
     counts = torch.bincount(sources)
     agreement = torch.bincount(sources, weights=agreed) / counts.clamp(min=1)

@@ -34,14 +34,16 @@ class Numbered(Dataset[Any]):
         (('c', 0, 2, 0), ['web', 'books'])
     """
 
-    def __init__(self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None) -> None:
+    def __init__(
+        self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None
+    ) -> None:
         n = length("Numbered(dataset=...)", dataset)
         self.dataset = dataset
         self.names: list[Any] = []
         self.keys: list[int] | None = None
         if keys is None:
             return
-        given = keys.tolist() if isinstance(keys, Tensor) else list(keys)
+        given: list[Any] = keys.tolist() if isinstance(keys, Tensor) else list(keys)
         if len(given) != n:
             raise ValueError(
                 f"`Numbered(keys=...)` has {len(given):,} keys for {n:,} samples: one for each is "

@@ -129,11 +129,11 @@ class Reweighting(BilevelModule):
 
     def upper_loss(self, batch: Any) -> Tensor:
         """The mean loss on trusted data."""
-        return self._losses(batch).mean()
+        return self._sample_losses(batch).mean()
 
     def lower_outputs(self, batch: Any) -> Tensor:
         """The loss of each training sample: g depends on y only through them."""
-        return self._losses(batch)
+        return self._sample_losses(batch)
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The weighted mean of the losses."""
@@ -200,7 +200,7 @@ class Reweighting(BilevelModule):
     def _key(self, batch: Any, losses: Tensor) -> Any:
         return losses.detach() if self._by_losses else self.key(batch)
 
-    def _losses(self, batch: Any) -> Tensor:
+    def _sample_losses(self, batch: Any) -> Tensor:
         inputs, labels = self.split(batch)
         return self._checked(self.loss(self.model(inputs), labels), labels)
 

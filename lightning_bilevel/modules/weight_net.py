@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import ConvexSet, Free
-from lightning_bilevel.modules.weight_files import Row, write_rows
 from lightning_bilevel.modules.weight_figures import draw_curve
+from lightning_bilevel.modules.weight_files import Row, write_rows
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["WeightNet"]

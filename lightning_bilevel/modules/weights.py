@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import Box, ConvexSet
-from lightning_bilevel.modules.weight_files import Row, write_rows
 from lightning_bilevel.modules.weight_figures import draw_bars, draw_histogram
+from lightning_bilevel.modules.weight_files import Row, write_rows
 from lightning_bilevel.solvers.table_rms import TableRMS
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -224,7 +224,9 @@ class SourceWeights(_Shares):
 
 
 class ClassWeights(_Shares):
-    r"""One weight per class, :math:`w_q = c \operatorname{softmax}(x)_q`, for classes out of balance.
+    r"""One weight per class, for classes out of balance.
+
+    .. math:: w_q = c \operatorname{softmax}(x)_q, \qquad x \in [-8, 8]^c
 
     Args:
         c: The number of classes.

@@ -63,5 +63,7 @@ def test_weights_per_sample_take_these_data_as_well() -> None:
 
 def test_labels_alone_have_no_annotators() -> None:
     generator = torch.Generator()
-    with pytest.raises(ValueError, match=r"corrupt_labels\(kind='annotators'\)` must be one of 'un"):
+    with pytest.raises(
+        ValueError, match=r"corrupt_labels\(kind='annotators'\)` must be one of 'un"
+    ):
         corrupt_labels(torch.zeros(3).long(), 2, 0.5, "annotators", generator=generator)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ def test_a_pair_gets_its_number() -> None:
     assert data[2] == (2.0, 1, 2)
     assert data[-1] == data[3] == (3.0, 0, 3)
     assert data.names == []
-    seen = [batch for batch in DataLoader(data, batch_size=3, shuffle=True)]
+    seen = list(DataLoader(data, batch_size=3, shuffle=True))
     for inputs, labels, numbers in seen:
         assert torch.equal(inputs, numbers.float())
         assert torch.equal(labels, (numbers + 1) % 2)

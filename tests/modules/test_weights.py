@@ -91,7 +91,9 @@ def one_step(n: int, index: Tensor, losses: Tensor) -> Tensor:
     dense = weights.logits.grad
     assert dense is not None
     touched = torch.unique(index)
-    weights.logits.grad = torch.sparse_coo_tensor(touched[None], dense[touched], dense.shape)
+    weights.logits.grad = torch.sparse_coo_tensor(
+        touched[None], dense[touched], dense.shape, check_invariants=True
+    )
     optimizer.step()
     return weights.logits.detach()
 
