@@ -335,7 +335,7 @@ def test_metrics_are_what_they_say(tmp_path: Path) -> None:
     inputs, labels = data.validation
     logits = module(inputs)
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-    assert metrics["val_loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-5)
+    assert metrics["val_loss"] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-5)
     wrong = float((logits.argmax(1) != labels).float().mean())
     assert metrics["val_error"] == pytest.approx(wrong, abs=1e-6)
     test_inputs, test_labels = data.test
