@@ -44,6 +44,7 @@ from lightning_bilevel.baselines.trusted import (
     cross_validation,
     error,
     oracle,
+    rated_labels,
     rated_sources,
     self_training,
     trusted_alone,
@@ -96,12 +97,13 @@ def streaming(data: Any, settings: Settings, solver: Any) -> Found:
 
 
 def streaming_sources(data: Any, settings: Settings, solver: Any) -> Found:
-    """Learn one weight per annotator, and keep those of more than the mean weight."""
+    """Learn one weight per annotator; the network is then trained with these weights."""
     weights = SourceWeights(ANNOTATORS)
     rule = partial(AdamW, lr=settings.sources, weight_decay=0.0)
     learn(data, settings, weights, solver, rule)
     found = weights.values()[data.annotators]
-    return Found(found > 1.0, -found)
+    everything = torch.ones(data.n_train, dtype=torch.bool)
+    return Found(everything, -found, found / found.max())
 
 
 def learn(data: Any, settings: Settings, weights: Any, solver: Any, rule: Any) -> None:
@@ -153,9 +155,7 @@ METHODS: dict[str, Method] = {
 # With one weight per annotator, or a rating of each.
 OF_ANNOTATORS: dict[str, Method] = {
     "ratings": lambda data, settings: rated_sources(samples_of(data), data.annotators),
-    "ratings-weighted": lambda data, settings: rated_sources(
-        samples_of(data), data.annotators, weighted=True
-    ),
+    "ratings-labels": lambda data, settings: rated_labels(samples_of(data), data.annotators),
     "f2sa-sources": lambda data, settings: streaming_sources(data, settings, f2sa(settings)),
     "ivsp-sources": lambda data, settings: streaming_sources(data, settings, ivsp(settings)),
 }
@@ -182,8 +182,9 @@ def measure(
     found = {**METHODS, **OF_ANNOTATORS}[method](data, settings)
     seconds = time.perf_counter() - began
     corrupted = cast(Tensor, data.corrupted)
+    weights = found.kept.float() if found.weights is None else found.weights
     row = {"kept": float(found.kept.float().mean()), "seconds": seconds}
-    row["wrong_kept"] = float(corrupted[found.kept].float().mean()) if found.kept.any() else 0.0
+    row["wrong_kept"] = float(weights @ corrupted.float() / weights.sum().clamp(min=1.0))
     if found.suspicion is not None:
         row |= detection(found.suspicion, corrupted)
     network = samples_of(data).retrain(found.kept, found.weights)

@@ -17,6 +17,7 @@ from lightning_bilevel.baselines.trusted import (
     error,
     oracle,
     probabilities,
+    rated_labels,
     rated_sources,
     self_training,
     trusted_alone,
@@ -77,27 +78,24 @@ def test_an_out_of_sample_probability_belongs_to_its_sample() -> None:
     assert float(found.suspicion.max()) < -0.5
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_sources_are_rated_by_how_right_they_are(weighted: bool) -> None:
+def test_sources_are_rated_by_how_right_they_are() -> None:
     made, _ = samples(0.0)
     sources = torch.arange(400) // 4 % 4
     # Source 0 is right, 1 is wrong in one of four, 2 in three of four, 3 always.
     rank = torch.arange(400) // 16 % 4
     wrong = rank < torch.tensor([0, 1, 3, 4])[sources]
     made = replace(made, labels=torch.where(wrong, (made.labels + 1) % 4, made.labels))
-    found = rated_sources(made, sources, weighted=weighted)
+    found = rated_sources(made, sources)
+    assert found.kept.all()
     assert found.suspicion is not None
-    ratings = torch.stack([-found.suspicion[sources == j][0] for j in range(4)])
+    assert found.weights is not None
     share = torch.stack([(~wrong[sources == j]).float().mean() for j in range(4)])
-    assert torch.allclose(ratings, share, atol=0.03)
-    if weighted:
-        assert found.kept.all()
-        assert found.weights is not None
-        assert torch.equal(found.weights, -found.suspicion)
-    else:
-        assert found.weights is None
-        assert torch.equal(found.kept, sources < 2)
+    assert torch.allclose(-found.suspicion, share[sources], atol=0.03)
+    assert torch.allclose(found.weights, (-found.suspicion / -found.suspicion.min()) ** 8)
     assert error(made.retrain(found.kept, found.weights), *points(200)) < 0.05
+    together = rated_labels(made, sources)
+    assert together.weights is None
+    assert float((together.kept == ~wrong).float().mean()) > 0.97
 
 
 def test_weights_of_zero_and_one_are_a_choice() -> None:
