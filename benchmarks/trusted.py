@@ -3,7 +3,8 @@
 The weights of 59,000 noisy samples are learned through ``Trainer.fit`` in 1,600 steps of 256. Then
 an MLP 784-128-10 is trained from scratch on the samples of weight above 1/2 and on the trusted ones
 (Adam 1e-3, weight decay 1e-4, batches of 256, 8 epochs). Its test error counts, and the AUROC of
-the weights. Beside them stand methods without any bilevel problem, retrained in the same way.
+the weights. Beside them stand methods without any bilevel problem, retrained in the same way. With
+``--kind annotators`` there are also methods with one weight per annotator.
 
 Run: python -m benchmarks.trusted [--data fashion_mnist] [--kind pair] [--corruption 0.6]
 [--trusted 100] [--methods ivsp f2sa ...] [--runs SEED/SPLIT ...] [--rate 1e-4] [--multiplier 1]
@@ -29,8 +30,10 @@ from lightning_bilevel import (
     F2SA,
     CleaningData,
     FashionMNISTCleaning,
-    HyperCleaning,
     MNISTCleaning,
+    Reweighting,
+    SampleWeights,
+    SourceWeights,
     StreamingIVSP,
     TableRMS,
 )
@@ -41,9 +44,12 @@ from lightning_bilevel.baselines.trusted import (
     cross_validation,
     error,
     oracle,
+    rated_labels,
+    rated_sources,
     self_training,
     trusted_alone,
 )
+from lightning_bilevel.data.annotators import ANNOTATORS
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
 
@@ -58,13 +64,15 @@ class Settings(NamedTuple):
         steps: The number of mini-batches.
         rate: The rate of AdamW for y and z.
         multiplier: lambda of F2SA, or the largest lambda of StreamingIVSP, 1/gamma.
-        table: The rate of TableRMS for x.
+        table: The rate of TableRMS for one weight per sample.
+        sources: The rate of AdamW for one weight per annotator.
     """
 
     steps: int = 1600
     rate: float = 1e-4
     multiplier: float = 1.0
     table: float = 3.0
+    sources: float = 1e-2
 
 
 Method = Callable[[Any, Settings], Found]
@@ -82,21 +90,34 @@ def simple(method: Callable[[TrustedSamples], Found]) -> Method:
 
 
 def streaming(data: Any, settings: Settings, solver: Any) -> Found:
-    """Learn the weights by a streaming solver."""
-    module = HyperCleaning(
-        n_train=data.n_train,
-        classifier=MLP(data.lower[0][0].numel()),
-        weighted_mean=True,
-        upper_bound=8.0,
+    """Learn one weight per sample by a streaming solver."""
+    weights = SampleWeights(data.n_train)
+    learn(data, settings, weights, solver, partial(TableRMS, lr=settings.table))
+    return Found(weights.values() > 0.5, -weights.logits.detach())
+
+
+def streaming_sources(data: Any, settings: Settings, solver: Any) -> Found:
+    """Learn one weight per annotator; the network is then trained with these weights."""
+    weights = SourceWeights(ANNOTATORS)
+    rule = partial(AdamW, lr=settings.sources, weight_decay=0.0)
+    learn(data, settings, weights, solver, rule)
+    found = weights.values()[data.annotators]
+    everything = torch.ones(data.n_train, dtype=torch.bool)
+    return Found(everything, -found, found / found.max())
+
+
+def learn(data: Any, settings: Settings, weights: Any, solver: Any, rule: Any) -> None:
+    module = Reweighting(
+        MLP(data.lower[0][0].numel()),
+        weights,
         solver=partial(
             solver,
-            upper_optimizer=partial(TableRMS, lr=settings.table),
+            upper_optimizer=rule,
             lower_optimizer=partial(AdamW, lr=settings.rate),
         ),
         scheduler=partial(CosineAnnealingLR, T_max=settings.steps),
     )
     fit(module, data, settings)
-    return Found(module.weights > 0.5, -module.logits.detach())
 
 
 def fit(module: Any, data: Any, settings: Settings) -> None:
@@ -113,12 +134,12 @@ def fit(module: Any, data: Any, settings: Settings) -> None:
     trainer.fit(module, datamodule=data)
 
 
-def ivsp(data: Any, settings: Settings) -> Found:
-    return streaming(data, settings, partial(StreamingIVSP, gamma=1 / settings.multiplier))
+def ivsp(settings: Settings) -> Any:
+    return partial(StreamingIVSP, gamma=1 / settings.multiplier)
 
 
-def f2sa(data: Any, settings: Settings) -> Found:
-    return streaming(data, settings, partial(F2SA, lambda0=settings.multiplier))
+def f2sa(settings: Settings) -> Any:
+    return partial(F2SA, lambda0=settings.multiplier)
 
 
 METHODS: dict[str, Method] = {
@@ -128,8 +149,15 @@ METHODS: dict[str, Method] = {
     "self-training-strict": simple(partial(self_training, strict=True)),
     "cross-validation": simple(cross_validation),
     "oracle": lambda data, settings: oracle(samples_of(data), data.corrupted),
-    "f2sa": f2sa,
-    "ivsp": ivsp,
+    "f2sa": lambda data, settings: streaming(data, settings, f2sa(settings)),
+    "ivsp": lambda data, settings: streaming(data, settings, ivsp(settings)),
+}
+# With one weight per annotator, or a rating of each.
+OF_ANNOTATORS: dict[str, Method] = {
+    "ratings": lambda data, settings: rated_sources(samples_of(data), data.annotators),
+    "ratings-labels": lambda data, settings: rated_labels(samples_of(data), data.annotators),
+    "f2sa-sources": lambda data, settings: streaming_sources(data, settings, f2sa(settings)),
+    "ivsp-sources": lambda data, settings: streaming_sources(data, settings, ivsp(settings)),
 }
 
 
@@ -151,11 +179,12 @@ def measure(
     """
     torch.manual_seed(seed)
     began = time.perf_counter()
-    found = METHODS[method](data, settings)
+    found = {**METHODS, **OF_ANNOTATORS}[method](data, settings)
     seconds = time.perf_counter() - began
     corrupted = cast(Tensor, data.corrupted)
+    weights = found.kept.float() if found.weights is None else found.weights
     row = {"kept": float(found.kept.float().mean()), "seconds": seconds}
-    row["wrong_kept"] = float(corrupted[found.kept].float().mean()) if found.kept.any() else 0.0
+    row["wrong_kept"] = float(weights @ corrupted.float() / weights.sum().clamp(min=1.0))
     if found.suspicion is not None:
         row |= detection(found.suspicion, corrupted)
     network = samples_of(data).retrain(found.kept, found.weights)
@@ -174,7 +203,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
     parser.add_argument("--judge", type=int, default=0, help="clean samples held out")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    known = [*METHODS, *OF_ANNOTATORS]
+    parser.add_argument("--methods", nargs="+", choices=known, help="all that the data allow")
     parser.add_argument("--runs", nargs="+", default=["0/0", "1/1", "2/2"], help="seed/split")
     for name, default in Settings()._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -195,7 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
         if given.judge:
             judge = tuple(tensor[given.trusted :] for tensor in data.upper)
             data.upper = tuple(tensor[: given.trusted] for tensor in data.upper)
-        for method in given.methods:
+        with_annotators = list(OF_ANNOTATORS) if data.annotators is not None else []
+        for method in given.methods or [*METHODS, *with_annotators]:
             row = measure(data, method, seed, settings, judge)
             what = {"data": given.data, "kind": given.kind, "corruption": given.corruption}
             what |= {"trusted": given.trusted, "method": method, "seed": seed, "split": split}

@@ -23,7 +23,10 @@ __all__ = [
     "TrustedSamples",
     "all_samples",
     "cross_validation",
+    "error",
     "oracle",
+    "probabilities",
+    "rated_labels",
     "rated_sources",
     "self_training",
     "trusted_alone",
@@ -32,6 +35,10 @@ __all__ = [
 ROUNDS = 3
 LENIENT = 0.1
 FOLDS = 4
+# Steep, so that sources which are wrong as often as not count for next to nothing.
+_POWER = 8
+# The least probability and the least agreement that count.
+_NEVER = 1e-4
 # So many samples are evaluated at once.
 _AT_ONCE = 10_000
 
@@ -83,8 +90,9 @@ class TrustedSamples:
         """Train a fresh classifier on the (weighted) mean of the cross-entropy."""
         network = self.network()
         network.train()
-        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
-        optimizer = torch.optim.Adam(network.parameters(), **rates)
+        optimizer = torch.optim.Adam(
+            network.parameters(), lr=self.lr, weight_decay=self.weight_decay
+        )
         done = 0
         epochs = 0
         while epochs < self.epochs or done < self.fewest_steps:
@@ -160,18 +168,13 @@ def self_training(samples: TrustedSamples, *, strict: bool = False) -> Found:
         strict: Whether to keep a sample only if its label is the likeliest; otherwise it is kept
             with :math:`p(\tilde q_i \mid u_i) > 0.1`.
     """
-    network = samples.trained_on_trusted()
-    for _ in range(ROUNDS - 1):
-        kept, _ = _believed(samples, network, strict)
-        network = samples.retrain(kept)
-    kept, p = _believed(samples, network, strict)
-    return Found(kept, -p)
 
+    def believed(network: nn.Module) -> Found:
+        p = probabilities(network, samples.inputs)
+        given = samples.given(p)
+        return Found(p.argmax(1) == samples.labels if strict else given > LENIENT, -given)
 
-def _believed(samples: TrustedSamples, network: nn.Module, strict: bool) -> tuple[Tensor, Tensor]:
-    p = probabilities(network, samples.inputs)
-    given = samples.given(p)
-    return (p.argmax(1) == samples.labels if strict else given > LENIENT), given
+    return _in_rounds(samples, believed)
 
 
 def cross_validation(samples: TrustedSamples) -> Found:
@@ -200,36 +203,65 @@ def oracle(samples: TrustedSamples, corrupted: Tensor) -> Found:
     return Found(~corrupted, None)
 
 
-def rated_sources(samples: TrustedSamples, sources: Tensor, *, weighted: bool = False) -> Found:
-    r"""Rate each source of labels, such as an annotator, by what a classifier makes of its labels.
+def rated_sources(samples: TrustedSamples, sources: Tensor) -> Found:
+    r"""Weight each source of labels, such as an annotator, by what a classifier makes of them.
 
     With the samples :math:`S_j` of source j and a classifier that starts as that of the trusted
     samples:
 
     .. math:: a_j = \frac{1}{|S_j|} \sum_{i \in S_j} [\arg\max_q p(q \mid u_i) = \tilde q_i],
-        \qquad r_j = a_j / \max_k a_k
+        \qquad w_j = (a_j / \max_k a_k)^8
 
-    The sources with :math:`r_j > 1/2` are kept, or each has the weight :math:`r_j`. The classifier
-    is trained again on them, in three rounds, of which the last is that of
-    :meth:`TrustedSamples.retrain`.
+    The classifier is trained again with these weights, in three rounds, of which the last is that
+    of :meth:`TrustedSamples.retrain`. The power matters: with 1 most of the weight lies with
+    sources that are wrong as often as not.
 
     Args:
         samples: The samples.
         sources: The number of each noisy sample's source, from 0.
-        weighted: Whether to weight the sources; otherwise they are kept or left out.
     """
-    network = samples.trained_on_trusted()
+    everything = torch.ones(len(samples.labels), dtype=torch.bool)
+
+    def rated(network: nn.Module) -> Found:
+        agreement = _agreement(samples, sources, probabilities(network, samples.inputs))
+        weights = (agreement / agreement.max()).pow(_POWER)[sources]
+        return Found(everything, -agreement[sources], weights)
+
+    return _in_rounds(samples, rated)
+
+
+def rated_labels(samples: TrustedSamples, sources: Tensor) -> Found:
+    r"""Keep a label if what the classifier says of it and of its source speak for it together.
+
+    With :math:`a_j` as in :func:`rated_sources`, a sample of source j is kept where
+
+    .. math:: \operatorname{logit} p(\tilde q_i \mid u_i) + \operatorname{logit} a_j > 0
+
+    in three rounds as there.
+
+    Args:
+        samples: The samples.
+        sources: The number of each noisy sample's source, from 0.
+    """
+
+    def rated(network: nn.Module) -> Found:
+        p = probabilities(network, samples.inputs)
+        agreement = _agreement(samples, sources, p)
+        score = samples.given(p).logit(_NEVER) + agreement.logit(_NEVER)[sources]
+        return Found(score > 0, -score)
+
+    return _in_rounds(samples, rated)
+
+
+def _in_rounds(samples: TrustedSamples, judged: Callable[[nn.Module], Found]) -> Found:
+    found = judged(samples.trained_on_trusted())
     for _ in range(ROUNDS - 1):
-        found = _rated(samples, sources, network, weighted)
-        network = samples.retrain(found.kept, found.weights)
-    return _rated(samples, sources, network, weighted)
+        found = judged(samples.retrain(found.kept, found.weights))
+    return found
 
 
-def _rated(samples: TrustedSamples, sources: Tensor, network: nn.Module, weighted: bool) -> Found:
-    agreed = (probabilities(network, samples.inputs).argmax(1) == samples.labels).float()
-    counts = torch.bincount(sources)
-    agreement = torch.bincount(sources, weights=agreed) / counts.clamp(min=1)
-    rating = (agreement / agreement.max().clamp(min=1e-12)).float()[sources]
-    if weighted:
-        return Found(torch.ones_like(sources, dtype=torch.bool), -rating, rating)
-    return Found(rating > 0.5, -rating)
+def _agreement(samples: TrustedSamples, sources: Tensor, p: Tensor) -> Tensor:
+    """Return for each source how often its label is the likeliest one."""
+    agreed = (p.argmax(1) == samples.labels).double()
+    counts = torch.bincount(sources).clamp(min=1)
+    return (torch.bincount(sources, weights=agreed) / counts).clamp(min=_NEVER).float()

@@ -70,9 +70,10 @@ def clean(
     if not data.are_images:
         print(clean_report.top_rows(suspects), end="\n\n")
     doubtful = int((~rows[found.name].kept).sum())
+    names = " and ".join(map(str, written))
     print(
-        f"{doubtful:,} of {len(data.ids):,} labels are in doubt. Written: {' and '.join(map(str, written))}, "
-        "the most suspicious first."
+        f"{doubtful:,} of {len(data.ids):,} labels are in doubt. Written, the most suspicious first: "
+        f"{names}."
     )
     return found
 
@@ -90,7 +91,7 @@ def _run(
     _say(f"Learning a weight for each sample: {name}, {size}{again}.")
     layout = "{l_bar}{bar}| {elapsed} gone, {remaining} left"
     with tqdm(bar_format=layout, mininterval=0.5) as bar:
-        methods = Methods(len(data.classes), plan, seed, bar.update)
+        methods = Methods(plan, seed, bar.update)
         bar.total = methods.cost(samples, folds=data.test is None)
         bar.set_description("all samples")
         rows = methods.run(samples, data.test)

@@ -61,13 +61,11 @@ class Methods:
     """The ways to learn from trusted and doubtful samples, the simplest first.
 
     Args:
-        classes: The number of classes.
         plan: How the weights are learned.
         seed: Decides the start of each network and the order of the samples.
         passed: Called with the number of passes that were done, for a progress bar.
     """
 
-    classes: int
     plan: Plan
     seed: int
     passed: Callable[[float], object]
@@ -81,7 +79,7 @@ class Methods:
             rows[name] = self._cleaned(name, samples, method(samples), test)
             self.passed(self._simple_cost(samples) / len(_SIMPLE))
         torch.manual_seed(self.seed)
-        self.weights = learn_weights(samples, self.classes, self.plan, lambda: self.passed(_PASSES))
+        self.weights = learn_weights(samples, self.plan, lambda: self.passed(_PASSES))
         found = Found(self.weights > 0.5, -self.weights)
         rows[OURS] = self._cleaned(OURS, samples, found, test)
         return rows

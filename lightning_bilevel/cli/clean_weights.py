@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lightning_bilevel.baselines.trusted import TrustedSamples
 from lightning_bilevel.data.tables import TensorTable, as_it_is
-from lightning_bilevel.modules.hypercleaning import HyperCleaning
+from lightning_bilevel.modules.reweighting import Reweighting
+from lightning_bilevel.modules.weights import SampleWeights
 from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP
 from lightning_bilevel.solvers.table_rms import TableRMS
 
@@ -65,31 +66,23 @@ def plan_for(n: int, steps: int | None = None) -> Plan:
     return Plan(steps or usual, batch, rate=1e-4 * sqrt(passes), table=3.0 / passes)
 
 
-def learn_weights(
-    samples: TrustedSamples, classes: int, plan: Plan, stepped: Callable[[], None]
-) -> Tensor:
+def learn_weights(samples: TrustedSamples, plan: Plan, stepped: Callable[[], object]) -> Tensor:
     """Return the learned weight of each training sample, between 0 and 1.
 
     Args:
         samples: The training samples, the trusted ones, and what makes the network.
-        classes: The number of classes.
         plan: The settings.
         stepped: Called after each step.
     """
     n = len(samples.labels)
-    module = HyperCleaning(
-        n_train=n,
-        classes=classes,
-        classifier=samples.network(),
-        weighted_mean=True,
-        upper_bound=8.0,
-        solver=partial(
-            StreamingIVSP,
-            upper_optimizer=partial(TableRMS, lr=plan.table),
-            lower_optimizer=partial(AdamW, lr=plan.rate),
-        ),
-        scheduler=partial(CosineAnnealingLR, T_max=plan.steps),
+    weights = SampleWeights(n)
+    solver = partial(
+        StreamingIVSP,
+        upper_optimizer=partial(TableRMS, lr=plan.table),
+        lower_optimizer=partial(AdamW, lr=plan.rate),
     )
+    cosine = partial(CosineAnnealingLR, T_max=plan.steps)
+    module = Reweighting(samples.network(), weights, solver=solver, scheduler=cosine)
     loaders = {
         "upper": _loader(plan.batch_size, samples.trusted_inputs, samples.trusted_labels),
         "lower": _loader(plan.batch_size, samples.inputs, samples.labels, torch.arange(n)),
@@ -107,7 +100,7 @@ def learn_weights(
             callbacks=[_Stepped(stepped)],
         )
         trainer.fit(module, loaders)
-    return module.weights.cpu()
+    return weights.values().cpu()
 
 
 def _loader(batch_size: int, *tensors: Tensor) -> DataLoader[Any]:
@@ -122,7 +115,7 @@ def _loader(batch_size: int, *tensors: Tensor) -> DataLoader[Any]:
 
 
 class _Stepped(Callback):
-    def __init__(self, stepped: Callable[[], None]) -> None:
+    def __init__(self, stepped: Callable[[], object]) -> None:
         self.stepped = stepped
 
     @override

@@ -152,7 +152,7 @@ def test_weights_find_the_wrong_labels() -> None:
     data, wrong = samples()
     steps = []
     torch.manual_seed(0)
-    weights = learn_weights(data, 3, plan_for(90, steps=400), lambda: steps.append(1))
+    weights = learn_weights(data, plan_for(90, steps=400), lambda: steps.append(1))
     assert len(steps) == 400
     assert detection(-weights, wrong)["auroc"] > 0.9
 
@@ -171,7 +171,7 @@ class Watched(Methods):
 
 def test_each_fold_is_held_out_from_everything_and_has_all_classes() -> None:
     data, _ = samples()
-    methods = Watched(3, plan_for(90), 0, lambda passes: None)
+    methods = Watched(plan_for(90), 0, lambda passes: None)
     wrong = methods.cross_validated(data)
     seen = methods.__dict__["seen"]
     assert len(seen) == 4
@@ -194,7 +194,7 @@ def test_fewer_trusted_samples_than_folds() -> None:
     few = TrustedSamples(
         data.inputs, data.labels, data.trusted_inputs[:3], data.trusted_labels[:3], data.network
     )
-    methods = Watched(3, plan_for(90), 0, lambda passes: None)
+    methods = Watched(plan_for(90), 0, lambda passes: None)
     methods.cross_validated(few)
     assert [len(test[1]) for _, test in methods.__dict__["seen"]] == [1, 1, 1]
 
@@ -202,7 +202,7 @@ def test_fewer_trusted_samples_than_folds() -> None:
 def test_the_bar_ends_about_where_it_should() -> None:
     data, _ = samples()
     passed: list[float] = []
-    methods = Methods(3, plan_for(90, steps=10), 0, passed.append)
+    methods = Methods(plan_for(90, steps=10), 0, passed.append)
     methods.run(data, None)
     assert sum(passed) == pytest.approx(methods.cost(data, folds=False))
     assert methods.cost(data, folds=True) == 5 * methods.cost(data, folds=False)
