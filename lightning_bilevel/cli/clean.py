@@ -66,13 +66,13 @@ def clean(
     written = clean_report.write(out, data, suspects)
     on = f"{len(data.test[1]):,} test samples" if data.test else "trusted samples held out"
     print(clean_report.errors(rows, wrong, found.name, on), end="\n\n")
-    print(clean_report.advice(found), end="\n\n")
+    print(clean_report.advice(found, out), end="\n\n")
     if not data.are_images:
         print(clean_report.top_rows(suspects), end="\n\n")
     doubtful = int((~rows[found.name].kept).sum())
     names = " and ".join(map(str, written))
     print(
-        f"{doubtful:,} of {len(data.ids):,} labels are in doubt. Written, the most suspicious first: "
+        f"{doubtful:,} of {len(data.ids):,} labels are in doubt. Written, most suspicious first: "
         f"{names}."
     )
     return found

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.cli.clean_rows import OURS, Cleaned, Recommendation, standard_error
+from lightning_bilevel.cli.clean_rows import LENIENT, OURS, Cleaned, Recommendation, standard_error
 from lightning_bilevel.data.own import OwnData
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.modules.figures import draw_samples
@@ -128,25 +128,31 @@ def errors(
     return _table(lines, left=1)
 
 
-def advice(found: Recommendation) -> str:
-    """Return the recommendation in a sentence, with how the CSV file is sorted."""
+def advice(found: Recommendation, out: Path) -> str:
+    """Return the recommendation in a sentence, and how the CSV file is to be read.
+
+    Args:
+        found: The recommendation.
+        out: The CSV file.
+    """
     if found.name == found.best:
         text = f"Recommended: {found.name}, with the fewest mistakes"
         text += "." if found.name == OURS else "; nothing more complicated is better."
     else:
-        difference = f"{found.difference:.3f} ± {found.deviation:.3f}"
         text = (
             f"Recommended: {found.name}. It is simpler than {found.best}, and as good within the "
-            f"standard error (difference {difference})."
+            f"standard error (difference {found.difference:.3f} ± {found.deviation:.3f})."
         )
-    by = "the learned weights and the network" if found.name == OURS else "the network"
-    kept = {
-        OURS: "a weight above 1/2",
-        "self-training, lenient": "a probability above 0.1",
-    }.get(found.name, "the given label is the likeliest")
+    suspicion = "1 - p, with the probability p of the given label by its network"
+    kept = "the given label is the likeliest"
+    if found.name == OURS:
+        suspicion = f"the mean of 1 - weight and {suspicion}"
+        kept = "the weight is above 1/2"
+    elif found.name == LENIENT:
+        kept = "p > 0.1"
     return (
-        f"{text}\nSuspicion and proposed label in the CSV file are by {by} of that row; kept "
-        f"means: {kept}."
+        f"{text}\n{out} ranks by that row. suspicion: {suspicion}. kept: {kept}. weight: the "
+        "learned one, for comparison."
     )
 
 

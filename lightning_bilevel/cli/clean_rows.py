@@ -22,14 +22,15 @@ from lightning_bilevel.baselines.trusted import (
 from lightning_bilevel.cli.clean_weights import Plan, learn_weights
 from lightning_bilevel.data.samples import Samples
 
-__all__ = ["OURS", "Cleaned", "Methods", "Recommendation", "recommend", "standard_error"]
+__all__ = ["LENIENT", "OURS", "Cleaned", "Methods", "Recommendation", "recommend", "standard_error"]
 
 OURS = "learned weights"
+LENIENT = "self-training, lenient"
 _SIMPLE: dict[str, Callable[[TrustedSamples], Found]] = {
     "trusted samples alone": trusted_alone,
     "all samples": all_samples,
     "self-training, strict": partial(self_training, strict=True),
-    "self-training, lenient": self_training,
+    LENIENT: self_training,
 }
 # The simplest first. Those of one group are equally simple.
 _GROUPS = (tuple(_SIMPLE)[:2], tuple(_SIMPLE)[2:], (OURS,))

@@ -93,7 +93,7 @@ def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture
     assert "error on 90 test samples" in said
     assert "Recommended: " in said
     assert said.count("recommended") == 1
-    assert "the most suspicious first: suspicious.csv and suspicious.png." in said
+    assert "most suspicious first: suspicious.csv and suspicious.png." in said
     assert "150 training samples (grey images of 6x6 pixels) in 3 classes, 30 trusted" in output.err
     assert "MLP, 1,600 steps of 37." in output.err
     assert "100%" in output.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from lightning_bilevel.baselines.trusted import TrustedSamples
 from lightning_bilevel.cli.clean_network import network_for
 from lightning_bilevel.cli.clean_report import advice
-from lightning_bilevel.cli.clean_rows import OURS, Cleaned, Methods, recommend, standard_error
+from lightning_bilevel.cli.clean_rows import (
+    LENIENT,
+    OURS,
+    Cleaned,
+    Methods,
+    recommend,
+    standard_error,
+)
 from lightning_bilevel.cli.clean_weights import learn_weights, plan_for
 from lightning_bilevel.data.samples import Samples
 from lightning_bilevel.modules.detection import detection
@@ -245,14 +253,16 @@ def test_the_simplest_that_is_as_good_is_recommended(
 
 
 def test_the_sentence_says_why_and_what_the_table_has() -> None:
-    simple = {"all samples": mask(1, 2), OURS: mask(3)}
-    text = advice(recommend(simple))
+    out = Path("list.csv")
+    text = advice(recommend({"all samples": mask(1, 2), OURS: mask(3)}), out)
     assert "Recommended: all samples. It is simpler than learned weights, and as good" in text
     assert "(difference 0.050 ± 0.087)" in text
-    assert "by the network of that row; kept means: the given label is the likeliest" in text
-    text = advice(recommend({"all samples": mask(1, 2, 3, 4, 5, 6), OURS: mask(1)}))
+    assert "\nlist.csv ranks by that row. suspicion: 1 - p, with the probability" in text
+    assert "kept: the given label is the likeliest." in text
+    text = advice(recommend({"all samples": mask(1, 2, 3, 4, 5, 6), OURS: mask(1)}), out)
     assert text.startswith("Recommended: learned weights, with the fewest mistakes.\n")
-    assert "by the learned weights and the network of that row; kept means: a weight above" in text
-    text = advice(recommend({"self-training, lenient": mask(1), OURS: mask(2, 3)}))
+    assert "suspicion: the mean of 1 - weight and 1 - p" in text
+    assert "kept: the weight is above 1/2." in text
+    text = advice(recommend({LENIENT: mask(1), OURS: mask(2, 3)}), out)
     assert "nothing more complicated is better." in text
-    assert "kept means: a probability above 0.1" in text
+    assert "kept: p > 0.1." in text
