@@ -143,16 +143,13 @@ def advice(found: Recommendation, out: Path) -> str:
             f"Recommended: {found.name}. It is simpler than {found.best}, and as good within the "
             f"standard error (difference {found.difference:.3f} ± {found.deviation:.3f})."
         )
-    suspicion = "1 - p, with the probability p of the given label by its network"
-    kept = "the given label is the likeliest"
-    if found.name == OURS:
-        suspicion = f"the mean of 1 - weight and {suspicion}"
-        kept = "the weight is above 1/2"
-    elif found.name == LENIENT:
-        kept = "p > 0.1"
+    kept = {
+        OURS: "the weight is above 1/2",
+        LENIENT: "the network before gave the label more than 0.1",
+    }.get(found.name, "the label is the likeliest")
     return (
-        f"{text}\n{out} ranks by that row. suspicion: {suspicion}. kept: {kept}. weight: the "
-        "learned one, for comparison."
+        f"{text}\n{out} ranks by the network of that row: suspicion is one minus its probability "
+        f"of the given label. kept: {kept}. weight: the learned one."
     )
 
 

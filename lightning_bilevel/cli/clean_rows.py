@@ -40,12 +40,13 @@ _PASSES = 3
 
 
 class Cleaned(NamedTuple):
-    """What a method says of the training samples.
+    r"""What a method says of the training samples.
 
     Attributes:
         kept: The mask of the samples whose label it believes.
-        suspicion: How doubtful each label is, from 0 to 1.
-        proposed: The label that the network gives which was trained on what is kept.
+        suspicion: :math:`1 - p(\tilde q_i \mid u_i)`, with the probability of the given label by
+            the network that was trained on what is kept.
+        proposed: The label that this network gives.
         used: How many training samples this network was trained on.
         wrong: The mask of the test samples that it takes for another class, if there are any.
     """
@@ -77,12 +78,12 @@ class Methods:
         rows = {}
         for name, method in _SIMPLE.items():
             torch.manual_seed(self.seed)
-            rows[name] = self._cleaned(name, samples, method(samples), test)
+            rows[name] = _cleaned(samples, method(samples), test)
             self.passed(self._simple_cost(samples) / len(_SIMPLE))
         torch.manual_seed(self.seed)
         self.weights = learn_weights(samples, self.plan, lambda: self.passed(_PASSES))
         found = Found(self.weights > 0.5, -self.weights)
-        rows[OURS] = self._cleaned(OURS, samples, found, test)
+        rows[OURS] = _cleaned(samples, found, test)
         return rows
 
     def cross_validated(self, samples: TrustedSamples) -> dict[str, Tensor]:
@@ -125,25 +126,19 @@ class Methods:
         # Trainings on trusted samples, and on all of them at most.
         return 4 * training(len(samples.trusted_labels)) + 9 * training(len(samples.labels))
 
-    def _cleaned(
-        self, name: str, samples: TrustedSamples, found: Found, test: Samples | None
-    ) -> Cleaned:
-        network = samples.retrain(found.kept)
-        p = probabilities(network, samples.inputs)
-        proposed = p.argmax(1)
-        assert found.suspicion is not None
-        # A weight or a probability: the suspicion is what is missing to 1.
-        suspicion = 1 + found.suspicion
-        if name == OURS:
-            # Many weights are 0 or 1 to three digits; the network tells those apart.
-            suspicion = (suspicion + 1 - samples.given(p)) / 2
-        # To train on none or on all of them says nothing of a single label.
-        decided = bool(found.kept.any()) and not bool(found.kept.all())
-        kept = found.kept if decided else proposed == samples.labels
-        wrong = None
-        if test is not None:
-            wrong = probabilities(network, test[0]).argmax(1) != test[1]
-        return Cleaned(kept, suspicion, proposed, int(found.kept.sum()), wrong)
+
+def _cleaned(samples: TrustedSamples, found: Found, test: Samples | None) -> Cleaned:
+    """Train on what is kept, and let this network say what it makes of all labels."""
+    network = samples.retrain(found.kept)
+    p = probabilities(network, samples.inputs)
+    proposed = p.argmax(1)
+    # To train on none or on all of them says nothing of a single label.
+    decided = bool(found.kept.any()) and not bool(found.kept.all())
+    kept = found.kept if decided else proposed == samples.labels
+    wrong = None
+    if test is not None:
+        wrong = probabilities(network, test[0]).argmax(1) != test[1]
+    return Cleaned(kept, 1 - samples.given(p), proposed, int(found.kept.sum()), wrong)
 
 
 def standard_error(values: Tensor) -> float:

@@ -105,7 +105,7 @@ def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture
 def test_a_table_with_cross_validation(
     tables: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*tables, "--steps", "800"])
+    main([*tables, "--steps", "300"])
     check(rows())
     output = capsys.readouterr()
     assert "error on trusted samples held out" in output.out

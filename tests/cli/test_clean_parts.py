@@ -257,12 +257,11 @@ def test_the_sentence_says_why_and_what_the_table_has() -> None:
     text = advice(recommend({"all samples": mask(1, 2), OURS: mask(3)}), out)
     assert "Recommended: all samples. It is simpler than learned weights, and as good" in text
     assert "(difference 0.050 ± 0.087)" in text
-    assert "\nlist.csv ranks by that row. suspicion: 1 - p, with the probability" in text
-    assert "kept: the given label is the likeliest." in text
+    assert "\nlist.csv ranks by the network of that row: suspicion is one minus its" in text
+    assert "kept: the label is the likeliest." in text
     text = advice(recommend({"all samples": mask(1, 2, 3, 4, 5, 6), OURS: mask(1)}), out)
     assert text.startswith("Recommended: learned weights, with the fewest mistakes.\n")
-    assert "suspicion: the mean of 1 - weight and 1 - p" in text
     assert "kept: the weight is above 1/2." in text
     text = advice(recommend({LENIENT: mask(1), OURS: mask(2, 3)}), out)
     assert "nothing more complicated is better." in text
-    assert "kept: p > 0.1." in text
+    assert "kept: the network before gave the label more than 0.1." in text
