@@ -6,6 +6,7 @@ import csv
 import errno
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from PIL import Image
 from places import ROOT
 
 from lightning_bilevel.__main__ import main
+from lightning_bilevel.baselines.trusted import TrustedSamples
 from lightning_bilevel.cli import clean_report
 from lightning_bilevel.cli.clean import clean, parser
 from lightning_bilevel.modules.detection import detection
@@ -38,6 +40,13 @@ METHODS = [
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train networks for five steps only, where nobody asks how good they are."""
+    short = partial(TrustedSamples, epochs=1, fewest_steps=5)
+    monkeypatch.setattr("lightning_bilevel.cli.clean.TrustedSamples", short)
 
 
 @pytest.fixture
@@ -84,6 +93,7 @@ def check(found: list[dict[str, str]]) -> None:
     assert float((kept == ~wrong).float().mean()) > 0.85
 
 
+@pytest.mark.integration
 def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*images, "--test", "test"])
     check(rows())
@@ -102,6 +112,7 @@ def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture
         assert min(picture.size) > 500
 
 
+@pytest.mark.integration
 def test_a_table_with_cross_validation(
     tables: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +127,7 @@ def test_a_table_with_cross_validation(
     assert worst["id"] in output.out.split("given_label")[1]
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_same_command_writes_the_same_bytes(tables: list[str]) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -128,6 +140,7 @@ def test_the_same_command_writes_the_same_bytes(tables: list[str]) -> None:
     assert Path("one.csv").read_bytes() != Path("three.csv").read_bytes()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_class_without_trusted_samples_is_said(
     images: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +199,7 @@ def test_a_folder_that_may_not_be_written(
     assert "cannot be written: choose another folder" in refused(tables, capsys)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_full_disk_leaves_no_half_of_a_file(
     images: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +211,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
     assert "No space left on device" in said
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_picture_that_cannot_be_drawn_leaves_no_table(
     images: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +224,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_table(
     assert not Path("suspicious.csv").exists()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_network_from_a_file_in_this_folder(
     tables: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
