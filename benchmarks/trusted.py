@@ -3,10 +3,12 @@
 The weights of 59,000 noisy samples are learned through ``Trainer.fit`` in 1,600 steps of 256. Then
 an MLP 784-128-10 is trained from scratch on the samples of weight above 1/2 and on the trusted ones
 (Adam 1e-3, weight decay 1e-4, batches of 256, 8 epochs). Its test error counts, and the AUROC of
-the weights. Beside them stand methods without any bilevel problem, retrained in the same way.
+the weights. Beside them stand methods without any bilevel problem, retrained in the same way. With
+``--kind annotators`` there are also methods with one weight per annotator.
 
 Run: python -m benchmarks.trusted [--data fashion_mnist] [--kind pair] [--corruption 0.6]
-[--methods ivsp f2sa ...] [--runs SEED/SPLIT ...] [--rate 1e-4] [--multiplier 1] [--judge 0]
+[--trusted 100] [--methods ivsp f2sa ...] [--runs SEED/SPLIT ...] [--rate 1e-4] [--multiplier 1]
+[--judge 0]
 """
 
 from __future__ import annotations
@@ -16,34 +18,43 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim import Adam, AdamW
+from torch import Tensor
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lightning_bilevel import (
     F2SA,
     CleaningData,
     FashionMNISTCleaning,
-    HyperCleaning,
     MNISTCleaning,
+    Reweighting,
+    SampleWeights,
+    SourceWeights,
     StreamingIVSP,
     TableRMS,
 )
+from lightning_bilevel.baselines.trusted import (
+    Found,
+    TrustedSamples,
+    all_samples,
+    cross_validation,
+    error,
+    oracle,
+    rated_labels,
+    rated_sources,
+    self_training,
+    trusted_alone,
+)
+from lightning_bilevel.data.annotators import ANNOTATORS
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
 
 DATA = {"mnist": MNISTCleaning, "fashion_mnist": FashionMNISTCleaning}
 BATCH = 256
-EPOCHS = 8
-# So many steps at least, also on a hundred samples.
-FEWEST_STEPS = 300
-ROUNDS = 3
-LENIENT = 0.1
 
 
 class Settings(NamedTuple):
@@ -53,92 +64,63 @@ class Settings(NamedTuple):
         steps: The number of mini-batches.
         rate: The rate of AdamW for y and z.
         multiplier: lambda of F2SA, or the largest lambda of StreamingIVSP, 1/gamma.
-        table: The rate of TableRMS for x.
+        table: The rate of TableRMS for one weight per sample.
+        sources: The rate of AdamW for one weight per annotator.
     """
 
     steps: int = 1600
     rate: float = 1e-4
     multiplier: float = 1.0
     table: float = 3.0
+    sources: float = 1e-2
 
 
-class Found(NamedTuple):
-    """What a method says: which noisy samples it keeps, and how suspicious each is."""
-
-    kept: Tensor
-    suspicion: Tensor | None
+Method = Callable[[Any, Settings], Found]
 
 
-Method = Callable[[CleaningData, Settings], Found]
+def samples_of(data: Any) -> TrustedSamples:
+    """Return the tensors of a data module, with the MLP that all methods train."""
+    images, labels = data.lower[:2]
+    return TrustedSamples(images, labels, *data.upper, partial(MLP, images[0].numel()))
 
 
-def train(images: Tensor, labels: Tensor) -> nn.Module:
-    """Train a fresh MLP."""
-    network = MLP(images[0].numel())
-    optimizer = Adam(network.parameters(), lr=1e-3, weight_decay=1e-4)
-    done = 0
-    epochs = 0
-    while epochs < EPOCHS or done < FEWEST_STEPS:
-        for batch in torch.split(torch.randperm(len(images)), BATCH):
-            optimizer.zero_grad()
-            cross_entropy(network(images[batch]), labels[batch]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            done += 1
-        epochs += 1
-    return network
-
-
-def train_kept(data: Any, kept: Tensor) -> nn.Module:
-    """Train on the noisy samples that are kept and on the trusted ones."""
-    images, labels, _ = data.lower
-    clean_images, clean_labels = data.upper
-    return train(torch.cat([images[kept], clean_images]), torch.cat([labels[kept], clean_labels]))
-
-
-@torch.no_grad()
-def given(network: nn.Module, data: Any) -> Tensor:
-    """Return the probability of each noisy label."""
-    images, labels, _ = data.lower
-    return network(images).softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
-
-
-@torch.no_grad()
-def error(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    return float((network(images).argmax(1) != labels).float().mean())
-
-
-def nothing_but_trusted(data: Any, settings: Settings) -> Found:
-    return Found(torch.zeros(data.n_train, dtype=torch.bool), -given(train(*data.upper), data))
-
-
-def everything(data: Any, settings: Settings) -> Found:
-    kept = torch.ones(data.n_train, dtype=torch.bool)
-    return Found(kept, -given(train_kept(data, kept), data))
-
-
-def self_training(data: Any, settings: Settings) -> Found:
-    """Keep the samples whose label has a probability above 0.1, and train again, three times."""
-    network = train(*data.upper)
-    for _ in range(ROUNDS - 1):
-        network = train_kept(data, given(network, data) > LENIENT)
-    p = given(network, data)
-    return Found(p > LENIENT, -p)
+def simple(method: Callable[[TrustedSamples], Found]) -> Method:
+    """Make a method of one that knows no settings."""
+    return lambda data, settings: method(samples_of(data))
 
 
 def streaming(data: Any, settings: Settings, solver: Any) -> Found:
-    """Learn the weights by a streaming solver."""
-    module = HyperCleaning(
-        n_train=data.n_train,
-        classifier=MLP(data.lower[0][0].numel()),
-        weighted_mean=True,
-        upper_bound=8.0,
+    """Learn one weight per sample by a streaming solver."""
+    weights = SampleWeights(data.n_train)
+    learn(data, settings, weights, solver, partial(TableRMS, lr=settings.table))
+    return Found(weights.values() > 0.5, -weights.logits.detach())
+
+
+def streaming_sources(data: Any, settings: Settings, solver: Any) -> Found:
+    """Learn one weight per annotator; the network is then trained with these weights."""
+    weights = SourceWeights(ANNOTATORS)
+    rule = partial(AdamW, lr=settings.sources, weight_decay=0.0)
+    learn(data, settings, weights, solver, rule)
+    found = weights.values()[data.annotators]
+    everything = torch.ones(data.n_train, dtype=torch.bool)
+    return Found(everything, -found, found / found.max())
+
+
+def learn(data: Any, settings: Settings, weights: Any, solver: Any, rule: Any) -> None:
+    module = Reweighting(
+        MLP(data.lower[0][0].numel()),
+        weights,
         solver=partial(
             solver,
-            upper_optimizer=partial(TableRMS, lr=settings.table),
+            upper_optimizer=rule,
             lower_optimizer=partial(AdamW, lr=settings.rate),
         ),
         scheduler=partial(CosineAnnealingLR, T_max=settings.steps),
     )
+    fit(module, data, settings)
+
+
+def fit(module: Any, data: Any, settings: Settings) -> None:
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=-1,
@@ -150,28 +132,41 @@ def streaming(data: Any, settings: Settings, solver: Any) -> Found:
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
-    return Found(module.weights > 0.5, -module.logits.detach())
 
 
-def ivsp(data: Any, settings: Settings) -> Found:
-    return streaming(data, settings, partial(StreamingIVSP, gamma=1 / settings.multiplier))
+def ivsp(settings: Settings) -> Any:
+    return partial(StreamingIVSP, gamma=1 / settings.multiplier)
 
 
-def f2sa(data: Any, settings: Settings) -> Found:
-    return streaming(data, settings, partial(F2SA, lambda0=settings.multiplier))
+def f2sa(settings: Settings) -> Any:
+    return partial(F2SA, lambda0=settings.multiplier)
 
 
 METHODS: dict[str, Method] = {
-    "trusted": nothing_but_trusted,
-    "all": everything,
-    "self-training": self_training,
-    "f2sa": f2sa,
-    "ivsp": ivsp,
+    "trusted": simple(trusted_alone),
+    "all": simple(all_samples),
+    "self-training": simple(self_training),
+    "self-training-strict": simple(partial(self_training, strict=True)),
+    "cross-validation": simple(cross_validation),
+    "oracle": lambda data, settings: oracle(samples_of(data), data.corrupted),
+    "f2sa": lambda data, settings: streaming(data, settings, f2sa(settings)),
+    "ivsp": lambda data, settings: streaming(data, settings, ivsp(settings)),
+}
+# With one weight per annotator, or a rating of each.
+OF_ANNOTATORS: dict[str, Method] = {
+    "ratings": lambda data, settings: rated_sources(samples_of(data), data.annotators),
+    "ratings-labels": lambda data, settings: rated_labels(samples_of(data), data.annotators),
+    "f2sa-sources": lambda data, settings: streaming_sources(data, settings, f2sa(settings)),
+    "ivsp-sources": lambda data, settings: streaming_sources(data, settings, ivsp(settings)),
 }
 
 
 def measure(
-    data: CleaningData, method: str, seed: int, settings: Settings, judge: Any = None
+    data: CleaningData,
+    method: str,
+    seed: int,
+    settings: Settings,
+    judge: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
     """Run a method and train on what it keeps.
 
@@ -184,19 +179,19 @@ def measure(
     """
     torch.manual_seed(seed)
     began = time.perf_counter()
-    found = METHODS[method](data, settings)
+    found = {**METHODS, **OF_ANNOTATORS}[method](data, settings)
     seconds = time.perf_counter() - began
-    corrupted = data.corrupted
-    assert corrupted is not None
+    corrupted = cast(Tensor, data.corrupted)
+    weights = found.kept.float() if found.weights is None else found.weights
     row = {"kept": float(found.kept.float().mean()), "seconds": seconds}
-    row["wrong_kept"] = float(corrupted[found.kept].float().mean()) if found.kept.any() else 0.0
+    row["wrong_kept"] = float(weights @ corrupted.float() / weights.sum().clamp(min=1.0))
     if found.suspicion is not None:
         row |= detection(found.suspicion, corrupted)
-    network = train_kept(data, found.kept)
+    network = samples_of(data).retrain(found.kept, found.weights)
     if judge is not None:
         row["held_out_error"] = error(network, *judge)
     else:
-        row["test_error"] = error(network, *data.test)  # type: ignore[misc]
+        row["test_error"] = error(network, *cast(tuple[Tensor, Tensor], data.test))
     return row
 
 
@@ -208,31 +203,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
     parser.add_argument("--judge", type=int, default=0, help="clean samples held out")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    known = [*METHODS, *OF_ANNOTATORS]
+    parser.add_argument("--methods", nargs="+", choices=known, help="all that the data allow")
     parser.add_argument("--runs", nargs="+", default=["0/0", "1/1", "2/2"], help="seed/split")
     for name, default in Settings()._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    given_ = parser.parse_args(arguments)
-    settings = Settings(*(getattr(given_, name) for name in Settings._fields))
-    for run in given_.runs:
+    given = parser.parse_args(arguments)
+    settings = Settings(*(getattr(given, name) for name in Settings._fields))
+    for run in given.runs:
         seed, split = map(int, run.split("/"))
-        data: Any = DATA[given_.data](
-            n_train=given_.noisy,
-            n_validation=given_.trusted + given_.judge,
-            corruption=given_.corruption,
-            kind=given_.kind,
+        data: Any = DATA[given.data](
+            n_train=given.noisy,
+            n_validation=given.trusted + given.judge,
+            corruption=given.corruption,
+            kind=given.kind,
             seed=split,
             batch_size=BATCH,
         )
         data.setup()
         judge = None
-        if given_.judge:
-            judge = tuple(tensor[given_.trusted :] for tensor in data.upper)
-            data.upper = tuple(tensor[: given_.trusted] for tensor in data.upper)
-        for method in given_.methods:
+        if given.judge:
+            judge = tuple(tensor[given.trusted :] for tensor in data.upper)
+            data.upper = tuple(tensor[: given.trusted] for tensor in data.upper)
+        with_annotators = list(OF_ANNOTATORS) if data.annotators is not None else []
+        for method in given.methods or [*METHODS, *with_annotators]:
             row = measure(data, method, seed, settings, judge)
-            what = {"data": given_.data, "kind": given_.kind, "corruption": given_.corruption}
-            what |= {"method": method, "seed": seed, "split": split, **settings._asdict()}
+            what = {"data": given.data, "kind": given.kind, "corruption": given.corruption}
+            what |= {"trusted": given.trusted, "method": method, "seed": seed, "split": split}
+            what |= settings._asdict()
             print(json.dumps({**what, **{k: round(v, 4) for k, v in row.items()}}), flush=True)
 
 

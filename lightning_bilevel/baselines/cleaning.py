@@ -100,7 +100,7 @@ class _Methods:
     def __init__(self, data: CleaningData, network: Callable[[], nn.Module]) -> None:
         self.data = data
         self.network = network
-        self.images, self.noisy, _ = _whole(data.lower)
+        self.images, self.noisy = _whole(data.lower)[:2]
         self.clean_images, self.clean_labels = _whole(data.validation)
 
     def rows(self, seed: int) -> list[Baseline]:

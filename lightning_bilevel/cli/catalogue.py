@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 __all__ = ["TASKS", "Task", "folder", "listing", "main", "ready", "with_ready_configs"]
 
-# How the names of tasks on mini-batches end.
+# The names of tasks on mini-batches begin and end like this.
+_TRUSTED = "trusted/"
 _STREAMED = "_mini_batches"
 _HERE = Path(__file__).parents[1]
 
@@ -18,7 +19,7 @@ class Task(NamedTuple):
     """A folder of configs, one for each method. Mini-batches are for the streaming methods alone.
 
     Attributes:
-        name: The name of the folder.
+        name: The name of the folder, within that of the ready configs.
         about: A description of the problem.
         data: The data and packages that it needs besides the library.
         time: The duration of a fit with IVSP (StreamingIVSP) on one or two CPU cores.
@@ -28,6 +29,25 @@ class Task(NamedTuple):
     about: str
     data: str
     time: str
+
+
+def _trusted(data: str, things: str, needs: str) -> list[Task]:
+    """Return the tasks with a few trusted samples beside 59,000 noisy ones."""
+    about = {
+        "pair_100": f"59,000 {things}, 60 % in the next class, 100 trusted",
+        "pair_1000": f"59,000 {things}, 60 % in the next class, 1,000 trusted",
+        "uniform_100": f"59,000 {things}, half in any class, 100 trusted",
+        "annotators_100": f"59,000 {things}, twenty annotators, 100 trusted",
+    }
+    return [
+        Task(
+            f"{_TRUSTED}{data}_{name}",
+            words,
+            f"{needs}, 53 MB, extra [examples]",
+            "half a minute",
+        )
+        for name, words in about.items()
+    ]
 
 
 TASKS = (
@@ -64,6 +84,8 @@ TASKS = (
         "FashionMNIST, 53 MB, extra [examples]",
         "half a minute",
     ),
+    *_trusted("mnist", "digits", "MNIST"),
+    *_trusted("fashion_mnist", "garments", "FashionMNIST"),
     Task(
         "omniglot_cpu",
         "few-shot learning, a size for two CPU cores",
@@ -146,7 +168,11 @@ def listing() -> str:
         task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml"))
         for task in TASKS
     }
-    streamed = {name: methods.pop(name) for name in list(methods) if name.endswith(_STREAMED)}
+    streamed = {
+        name: methods.pop(name)
+        for name in list(methods)
+        if name.endswith(_STREAMED) or name.startswith(_TRUSTED)
+    }
     shared = sorted(set.intersection(*map(set, methods.values())))
     on_mini_batches = sorted(set.intersection(*map(set, streamed.values())))
     more = [

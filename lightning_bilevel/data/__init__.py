@@ -14,4 +14,5 @@ from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
 from lightning_bilevel.data.mnist import DigitsCleaning as DigitsCleaning
 from lightning_bilevel.data.mnist import FashionMNISTCleaning as FashionMNISTCleaning
 from lightning_bilevel.data.mnist import MNISTCleaning as MNISTCleaning
+from lightning_bilevel.data.numbered import Numbered as Numbered
 from lightning_bilevel.data.omniglot import OmniglotEpisodes as OmniglotEpisodes

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["CorruptionKind", "check_corruption", "corrupt_labels"]
+__all__ = ["CorruptionKind", "LabelNoise", "check_corruption", "corrupt_labels"]
 
-CorruptionKind = Literal["uniform", "pair"]
+LabelNoise = Literal["uniform", "pair"]
+CorruptionKind = Literal["uniform", "pair", "annotators"]
 
 
-def check_corruption(call: str, rate: float, kind: str) -> None:
+def check_corruption(call: str, rate: float, kind: str, kinds: Any = CorruptionKind) -> None:
     """Refuse an impossible rate or kind; the error names the call that the user wrote."""
     if not 0.0 <= rate <= 1.0:
         raise ValueError(
             f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels."
         )
-    if kind not in get_args(CorruptionKind):
+    if kind not in get_args(kinds):
         raise ValueError(
-            f"`{call}(kind={kind!r})` must be one of "
-            f"{', '.join(map(repr, get_args(CorruptionKind)))}."
+            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(kinds)))}."
         )
 
 
@@ -29,7 +29,7 @@ def corrupt_labels(
     labels: Tensor,
     classes: int,
     corruption: float,
-    kind: CorruptionKind = "uniform",
+    kind: LabelNoise = "uniform",
     *,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def corrupt_labels(
         >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != labels))
         (2, True)
     """
-    check_corruption("corrupt_labels", corruption, kind)
+    check_corruption("corrupt_labels", corruption, kind, LabelNoise)
     if classes < 2:
         raise ValueError(
             f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is "

@@ -18,7 +18,13 @@ _COLUMNS = 8
 _WRONG = PALETTE["vermillion"]
 
 
-def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int], title: str) -> Any:
+def draw_samples(
+    images: Tensor,
+    given: Sequence[object],
+    predicted: Sequence[object],
+    title: str,
+    cmap: str = "gray_r",
+) -> Any:
     """Draw images, each with its given and its predicted label above it.
 
     Args:
@@ -26,6 +32,7 @@ def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int],
         given: Their labels in the data.
         predicted: Their predicted labels.
         title: The title of the figure.
+        cmap: The colours of a grey image; by default dark on white, as digits are written.
     """
     from matplotlib.figure import Figure
 
@@ -36,7 +43,7 @@ def draw_samples(images: Tensor, given: Sequence[int], predicted: Sequence[int],
         axis.set_axis_off()
     for axis, image, label, guess in zip(axes, images.cpu(), given, predicted, strict=False):
         pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
-        axis.imshow(pixels.numpy(), cmap="gray_r")
+        axis.imshow(pixels.numpy(), cmap=cmap)
         axis.set_title(f"{label} → {guess}", fontsize=9)
     figure.suptitle(title, fontsize=10)
     return figure

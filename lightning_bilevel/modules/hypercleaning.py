@@ -157,7 +157,7 @@ class HyperCleaning(BilevelModule):
 
     def lower_outputs(self, batch: Any) -> Tensor:
         """The loss of each noisy sample: g depends on y only through them."""
-        images, labels, _ = batch
+        images, labels = batch[:2]
         return cross_entropy(self.classifier(images), labels, reduction="none")
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
         "TASK",
         *(task.name for task in TASKS),
     ]
-    assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
+    folders = {path.parent.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert {task.name for task in TASKS} == folders
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
     assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
     for task in TASKS:

@@ -1,0 +1,268 @@
+"""Reweighting: any model below, weights for its training data above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+
+from lightning_bilevel.callbacks.tensorboard import show_figure
+from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.modules.weights import SampleWeights
+from lightning_bilevel.plugin.mixin import BilevelModule
+from lightning_bilevel.plugin.schedulers import SchedulerCallable
+from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP
+
+__all__ = ["Reweighting"]
+
+# The rate of the model: a tenth of that of plain training, because at the full rate it learns a
+# small trusted set by heart, and then nothing tells the samples apart.
+_RATE = 1e-4
+_LAST = -1
+
+
+class Reweighting(BilevelModule):
+    r"""Decide which data to learn from: weights above, a model below, trusted data as the judge.
+
+    .. math::
+        \min_{x, y} \frac{1}{|V|} \sum_{(u, q) \in V} \ell(h_y(u), q) \quad\text{s.t.}\quad
+        y \in \arg\min_{y'} \frac{\sum_i w_i(x) \, \ell(h_{y'}(u_i), \tilde q_i)}{\sum_i w_i(x)}
+
+    with trusted samples V, training samples :math:`(u_i, \tilde q_i)`, and the weights w of one of
+    :class:`~lightning_bilevel.modules.weights.SampleWeights`,
+    :class:`~lightning_bilevel.modules.weights.SourceWeights`,
+    :class:`~lightning_bilevel.modules.weights.ClassWeights`,
+    :class:`~lightning_bilevel.modules.weight_net.WeightNet`, or of any module of your own. On
+    mini-batches the fraction is that of the batch.
+
+    An upper batch is (inputs, labels). A lower batch begins in the same way and carries what the
+    weights are found by: (inputs, labels, number), (inputs, labels, number, source) or (inputs,
+    labels, source). :class:`~lightning_bilevel.data.numbered.Numbered` adds both to any Dataset.
+    For batches of another form, such as dicts, override :meth:`split` and :meth:`key`.
+
+    The result is the weights: export them, and train again as you always do. Validation logs
+    ``val_loss`` and, for classes, ``val_error``; a second validation loader is taken for test data.
+    If the data know which labels are wrong (``datamodule.corrupted``), it logs ``auroc`` and
+    ``missed_errors`` as :class:`~lightning_bilevel.modules.hypercleaning.HyperCleaning` does.
+    TensorBoard shows a picture of the weights at the end.
+
+    Args:
+        model: The model, a LightningModule or any other; its parameters are the start. Only its
+            ``forward`` is used, and frozen parameters stay as they are.
+        weights: The weights. A module of your own may have the attributes ``entry`` (the place in a
+            lower batch of what its ``forward`` takes; None for the losses; the last if it has
+            none), ``feasible`` (its set), ``optimizer`` (what makes its torch optimiser),
+            ``touched(key)`` (the numbers of the variables that a batch moves) and ``figure()``.
+        loss: The loss of each sample, from the model's outputs and the labels; None is the
+            cross-entropy.
+        solver: The solver and its arguments; None is
+            :class:`~lightning_bilevel.solvers.streaming_ivsp.StreamingIVSP` with the optimiser of
+            the weights above and AdamW with a rate of 1e-4 below. Start with a tenth of the rate
+            that you would train with.
+        scheduler: Makes a torch scheduler from the solver, which then steps at every iteration.
+        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
+            none of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        solver: SolverCallable | None = None,
+        scheduler: SchedulerCallable | None = None,
+        envelope: Envelope | None = None,
+    ) -> None:
+        super().__init__()
+        for name, module in (("model", model), ("weights", weights)):
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"`Reweighting({name}=...)` is a {type(module).__name__}: it must be a torch "
+                    "module."
+                )
+        self.model = model
+        self.weights = weights
+        self.loss = _cross_entropy if loss is None else loss
+        self.declare(
+            upper=weights,
+            lower=model,
+            upper_set=getattr(weights, "feasible", None),
+            solver=solver or _default_solver(weights),
+            scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
+            envelope=envelope,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model does."""
+        return self.model(*args, **kwargs)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return the inputs and the labels of a batch of either level: its first two entries."""
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            what = type(batch).__name__
+            raise TypeError(
+                f"`Reweighting` was given a {what} as a batch: it must be (inputs, labels, ...). "
+                "For another form, override `split(batch)`, which returns inputs and labels, and "
+                "`key(batch)`, which returns what the weights take."
+            )
+        return batch[0], batch[1]
+
+    def key(self, batch: Any) -> Any:
+        """Return what the weights of a lower batch are found by: its entry ``weights.entry``."""
+        entry = getattr(self.weights, "entry", _LAST)
+        # The labels are no key, unless the weights ask for them.
+        if (entry not in (0, 1) and len(batch) < 3) or entry >= len(batch):
+            raise ValueError(
+                f"`Reweighting` was given a lower batch of {len(batch)} entries: its "
+                f"{type(self.weights).__name__} needs (inputs, labels, number or source), as "
+                "`Numbered(dataset)` makes them."
+            )
+        return batch[entry]
+
+    def upper_loss(self, batch: Any) -> Tensor:
+        """The mean loss on trusted data."""
+        return self._sample_losses(batch).mean()
+
+    def lower_outputs(self, batch: Any) -> Tensor:
+        """The loss of each training sample: g depends on y only through them."""
+        return self._sample_losses(batch)
+
+    def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
+        """The weighted mean of the losses."""
+        weights: Tensor = self.weights(self._key(batch, losses))
+        if weights.shape != losses.shape:
+            raise ValueError(
+                f"`Reweighting(weights=...)`: {type(self.weights).__name__} returned a tensor of "
+                f"shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}: one "
+                "weight per sample is needed."
+            )
+        return weights @ losses.to(weights) / weights.sum()
+
+    @property
+    def upper_indices(self) -> Callable[..., Tensor] | None:  # type: ignore[override]
+        """Tells which variables a lower batch moves, if the weights do; None moves all."""
+        return None if getattr(self.weights, "touched", None) is None else self._touched
+
+    def setup(self, stage: str) -> None:
+        """Before training, refuse data that do not fit the weights."""
+        samples = getattr(getattr(self.trainer, "datamodule", None), "n_train", None)
+        if isinstance(self.weights, SampleWeights) and samples is not None:
+            n = len(self.weights.logits)
+            if samples != n:
+                raise ValueError(
+                    f"`SampleWeights(n={n})` was given {samples} training samples: they must agree."
+                )
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        name = "val" if dataloader_idx == 0 else "test"
+        self._log_quality(name, batch, add_dataloader_idx=False)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_quality("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the model's outputs; labels are ignored."""
+        return self(self.split(batch)[0])
+
+    def on_validation_epoch_end(self) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        corrupted = getattr(data, "corrupted", None)
+        if self._by_losses or corrupted is None or not 0 < int(corrupted.sum()) < len(corrupted):
+            return
+        with torch.no_grad():
+            parts = [self.weights(self.key(part)) for part in as_chunks(data.lower).batches]
+        suspicion = -torch.cat(parts).cpu()
+        for name, value in detection(suspicion, corrupted.cpu()).items():
+            self._log(name, torch.tensor(value))
+
+    def on_train_end(self) -> None:
+        """Show the weights in TensorBoard."""
+        draw = getattr(self.weights, "figure", None)
+        if draw is not None:
+            show_figure(self.trainer, "weights", draw, self.trainer.global_step)
+
+    @property
+    def _by_losses(self) -> bool:
+        return getattr(self.weights, "entry", _LAST) is None
+
+    def _touched(self, batch: Any) -> Tensor:
+        index: Tensor = self.weights.touched(self.key(batch))  # type: ignore[operator]
+        return index
+
+    def _key(self, batch: Any, losses: Tensor) -> Any:
+        return losses.detach() if self._by_losses else self.key(batch)
+
+    def _sample_losses(self, batch: Any) -> Tensor:
+        inputs, labels = self.split(batch)
+        return self._checked(self.loss(self.model(inputs), labels), labels)
+
+    def _checked(self, losses: Tensor, labels: Any) -> Tensor:
+        count = len(labels) if isinstance(labels, Tensor) and labels.ndim else None
+        if losses.ndim != 1 or len(losses) != (count or len(losses)):
+            samples = "" if count is None else f" for {count} samples"
+            raise ValueError(
+                f"`Reweighting(loss=...)` returned a tensor of shape {tuple(losses.shape)}"
+                f"{samples}: it must return one loss per sample, as "
+                '`torch.nn.CrossEntropyLoss(reduction="none")` does. Of a loss per token or pixel '
+                "take the mean over each sample."
+            )
+        return losses
+
+    def _log_quality(self, name: str, batch: Any, **options: Any) -> None:
+        inputs, labels = self.split(batch)
+        outputs = self(inputs)
+        losses = self._checked(self.loss(outputs, labels), labels)
+        self._log(f"{name}_loss", losses.mean(), len(losses), **options)
+        if _are_classes(outputs, labels):
+            wrong = (outputs.argmax(1) != labels).float().mean()
+            self._log(f"{name}_error", wrong, len(losses), **options)
+
+    def _log(self, name: str, value: Tensor, batch_size: int | None = None, **options: Any) -> None:
+        # Processes have the same batch or parts of it: the mean over them is right for both.
+        self.log(
+            name,
+            value.to(self.device),
+            prog_bar=True,
+            sync_dist=True,
+            batch_size=batch_size,
+            **options,
+        )
+
+
+def _default_solver(weights: nn.Module) -> SolverCallable:
+    return partial(
+        StreamingIVSP,
+        upper_optimizer=getattr(weights, "optimizer", partial(AdamW, lr=1e-2, weight_decay=0.0)),
+        lower_optimizer=partial(AdamW, lr=_RATE),
+    )
+
+
+def _are_classes(outputs: Any, labels: Any) -> bool:
+    return (
+        isinstance(outputs, Tensor)
+        and isinstance(labels, Tensor)
+        and outputs.ndim == 2
+        and labels.ndim == 1
+        and not labels.is_floating_point()
+    )
+
+
+def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample."""
+    try:
+        return cross_entropy(outputs, labels, reduction="none")
+    except IndexError as error:
+        classes = outputs.shape[1]
+        bad = labels[(labels < 0) | (labels >= classes)]
+        raise ValueError(
+            f"`Reweighting` was given the label {int(bad[0])}: with the {classes} outputs of its "
+            f"model it must be from 0 to {classes - 1}."
+        ) from error

@@ -1,0 +1,255 @@
+"""Weights as upper levels: their values, their files, their pictures, what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_bilevel import ClassWeights, SampleWeights, SourceWeights, WeightNet
+from lightning_bilevel.core.problem import BilevelProblem
+
+
+def filled(weights: Any) -> Any:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in weights.parameters():
+            parameter.normal_()
+    return weights
+
+
+def test_a_samples_weight_is_the_sigmoid_of_its_logit() -> None:
+    weights = filled(SampleWeights(5))
+    index = torch.tensor([4, 0, 4])
+    logits = weights.logits.tolist()
+    expected = [1 / (1 + 2.718281828459045 ** -logits[i]) for i in index.tolist()]
+    assert weights(index).tolist() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(weights.touched(index), index)
+    assert torch.equal(SampleWeights(3).values(), torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("kind", [SourceWeights, ClassWeights])
+def test_shares_are_in_the_simplex_and_weights_have_mean_one(kind: Any) -> None:
+    weights = filled(kind(7))
+    shares = weights.shares()
+    assert float(shares.min()) > 0
+    assert float(shares.sum()) == pytest.approx(1.0, abs=1e-6)
+    assert torch.allclose(weights.values(), 7 * shares)
+    index = torch.tensor([6, 1])
+    assert torch.equal(weights(index).detach(), weights.values()[index])
+    assert torch.equal(kind(7)(index).detach(), torch.ones(2))
+
+
+def test_a_weight_net_is_one_half_at_first_and_a_curve_of_the_loss() -> None:
+    net = WeightNet(4)
+    assert torch.equal(net.values(), torch.full((101,), 0.5))
+    filled(net)
+    losses = torch.rand(6, requires_grad=True)
+    weights = net(losses)
+    first, _, last = net.layers
+    hidden = (losses.detach().unsqueeze(1) * first.weight.reshape(-1) + first.bias).clamp(min=0)
+    logit = hidden @ last.weight.reshape(-1) + last.bias
+    assert torch.allclose(weights, torch.sigmoid(8 * torch.tanh(logit / 8)))
+    weights.sum().backward()
+    # The loss is a number to it: no gradient reaches the model through a weight.
+    assert losses.grad is None
+    assert float(last.bias.grad) != 0.0
+
+
+def test_a_weight_net_never_gives_exactly_nothing() -> None:
+    net = filled(WeightNet())
+    with torch.no_grad():
+        net.layers[2].bias.fill_(-1e6)
+    assert float(net.values().min()) > 3e-4
+
+
+def test_the_natural_sets_and_optimisers() -> None:
+    for weights in (SampleWeights(3), SourceWeights(3), ClassWeights(3)):
+        far = torch.tensor([-20.0, 0.0, 20.0])
+        assert weights.feasible.project(far).tolist() == [-8.0, 0.0, 8.0]
+    assert SampleWeights(2, bound=1.0).feasible.project(far).tolist() == [-1.0, 0.0, 1.0]
+    made = SampleWeights(3).optimizer([torch.zeros(3, requires_grad=True)])
+    assert (type(made).__name__, made.defaults["lr"]) == ("TableRMS", 3.0)
+    for weights in (SourceWeights(3), ClassWeights(3), WeightNet()):  # type: ignore[assignment]
+        made = weights.optimizer([torch.zeros(3, requires_grad=True)])
+        settings = made.defaults
+        assert (type(made).__name__, settings["lr"]) == ("AdamW", 1e-2)
+        assert settings["weight_decay"] == 0.0
+
+
+def one_step(n: int, index: Tensor, losses: Tensor) -> Tensor:
+    """The weights after one TableRMS step down the weighted mean of these losses."""
+    weights = SampleWeights(n)
+    optimizer = weights.optimizer(weights.parameters())
+    w = weights(index)
+    (w @ losses / w.sum()).backward()
+    dense = weights.logits.grad
+    assert dense is not None
+    touched = torch.unique(index)
+    weights.logits.grad = torch.sparse_coo_tensor(
+        touched[None], dense[touched], dense.shape, check_invariants=True
+    )
+    optimizer.step()
+    return weights.logits.detach()
+
+
+def test_the_step_of_a_weight_depends_neither_on_n_nor_on_the_size_of_the_batch() -> None:
+    torch.manual_seed(0)
+    losses = torch.rand(8)
+    index = torch.arange(8)
+    small = one_step(8, index, losses)
+    assert float(small.abs().min()) > 0.01
+    large = one_step(5_000, index + 700, losses)
+    assert torch.equal(large[700:708], small)
+    others = torch.ones(5_000, dtype=torch.bool)
+    others[700:708] = False
+    assert torch.equal(large[others], torch.zeros(4_992))
+    # A batch of four times as many samples, with the same losses again and again.
+    wide = one_step(32, torch.arange(32), losses.repeat(4))
+    assert torch.allclose(wide.view(4, 8), small.expand(4, 8), rtol=1e-4)
+
+
+IDS = ["a,b", "ü\n", '"', "d"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".CSV"])
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_an_export_is_read_back_to_the_last_bit(
+    tmp_path: Path, suffix: str, ids: list[str] | None
+) -> None:
+    weights = filled(SampleWeights(4))
+    path = tmp_path / f"weights{suffix}"
+    weights.export(path, ids)
+    if suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == (
+        ids or ([0, 1, 2, 3] if suffix == ".jsonl" else ["0", "1", "2", "3"])
+    )
+    read = torch.tensor([float(row["weight"]) for row in rows])
+    assert torch.equal(read, weights.values())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_make_a_frame() -> None:
+    rows = SourceWeights(2).rows(["web", "books"])
+    assert rows == [{"id": "web", "weight": 1.0}, {"id": "books", "weight": 1.0}]
+    assert SampleWeights(2).rows(torch.tensor([7, 5]))[0] == {"id": 7, "weight": 0.5}  # type: ignore[arg-type]
+
+
+def test_the_curve_of_a_weight_net_is_written(tmp_path: Path) -> None:
+    net = filled(WeightNet())
+    net.export(tmp_path / "curve.csv", torch.tensor([0.0, 2.5]))
+    with (tmp_path / "curve.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [0.0, 2.5]
+    read = torch.tensor([float(row["weight"]) for row in rows])
+    assert torch.equal(read, net.values(torch.tensor([0.0, 2.5])))
+    assert len(net.rows()) == 101
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.csv"
+    weights = SampleWeights(2)
+    weights.export(path)
+    before = path.read_text()
+
+    def full(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        filled(weights).export(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (["a", "b"], r"has 2 names for 3 weights: one for each sample"),
+        (["a", "b", "a"], r"has 'a' at the places 0 and 2: each name must be there once"),
+        (["a", "", "b"], r"has no name at place 1"),
+        (["a", "b", None], r"has no name at place 2"),
+    ],
+)
+def test_ids_that_name_nothing_are_refused(tmp_path: Path, ids: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r"`SampleWeights.export\(ids=...\)` " + words):
+        SampleWeights(3).export(tmp_path / "weights.csv", ids)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in .csv or .jsonl"):
+        SampleWeights(3).export(tmp_path / "weights.txt")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere'. Make it first"):
+        SourceWeights(3).export(tmp_path / "nowhere" / "weights.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("index", [[0, 3], [-1, 0]])
+def test_a_number_out_of_range_is_named(index: list[int]) -> None:
+    bad = 3 if 3 in index else -1
+    words = rf"`SampleWeights` was given the sample number {bad}: it has 3 weights, .* from 0 to 2"
+    with pytest.raises(IndexError, match=words):
+        SampleWeights(3)(torch.tensor(index))
+    with pytest.raises(IndexError, match=rf"`ClassWeights` was given the class number {bad}"):
+        ClassWeights(3)(torch.tensor(index))
+
+
+@pytest.mark.parametrize("index", [torch.rand(2), [0, 1]])
+def test_what_is_no_number_is_refused(index: Any) -> None:
+    with pytest.raises(TypeError, match=r"`SourceWeights` was given .*number of each sample's sou"):
+        SourceWeights(3)(index)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SampleWeights(0), r"`SampleWeights\(n=0\)` must be a whole number of at least 1"),
+        (lambda: SampleWeights(2.5), r"`SampleWeights\(n=2.5\)` must be a whole"),  # type: ignore[arg-type]
+        (lambda: SourceWeights(1), r"`SourceWeights\(k=1\)` must be a whole number of at least 2"),
+        (lambda: ClassWeights(1), r"`ClassWeights\(c=1\)` must be a whole number of at least 2"),
+        (lambda: SampleWeights(2, bound=0.0), r"`SampleWeights\(bound=0.0\)` must be positive"),
+        (lambda: WeightNet(0), r"`WeightNet\(hidden=0\)` must be a whole number of at least 1"),
+        (lambda: WeightNet()(torch.tensor(1.0)), r"`WeightNet` was given losses of shape \(\)"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_pictures_show_the_weights() -> None:
+    samples = filled(SampleWeights(40))
+    (axis,) = samples.figure().axes
+    assert sum(bar.get_height() for bar in axis.patches) == 40
+    sources = filled(SourceWeights(3))
+    (axis,) = sources.figure(["web", "books", "noise"]).axes
+    assert [bar.get_height() for bar in axis.patches] == pytest.approx(sources.values().tolist())
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["web", "books", "noise"]
+    net = filled(WeightNet())
+    (axis,) = net.figure().axes
+    assert axis.lines[0].get_ydata().tolist() == net.values().tolist()
+
+
+def test_the_weighted_mean_is_a_problem_of_two_functions_too() -> None:
+    """Without Lightning: the weights are plain torch modules."""
+    weights = SampleWeights(3)
+    targets = torch.tensor([0.0, 0.0, 5.0])
+
+    def lower(x: Tensor, y: Tensor) -> Tensor:
+        w = torch.func.functional_call(weights, {"logits": x}, (torch.arange(3),))
+        return w @ (y - targets).square() / w.sum()
+
+    problem = BilevelProblem(lambda x, y: y.square().sum(), lower, upper_set=weights.feasible)
+    assert problem.at(torch.zeros(3)).value(torch.zeros(1)) == pytest.approx(25 / 3)
