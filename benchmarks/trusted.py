@@ -9,6 +9,7 @@ the weights. Beside them stand methods without any bilevel problem, retrained in
 Run: python -m benchmarks.trusted [--data fashion_mnist] [--kind pair] [--corruption 0.6]
 [--trusted 100] [--methods ivsp f2sa ...] [--runs SEED/SPLIT ...] [--rate 1e-4] [--multiplier 1]
 [--judge 0]
+Digits are few: add --noisy 1200 --batch 64.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from lightning_bilevel import (
     F2SA,
     CleaningData,
+    DigitsCleaning,
     FashionMNISTCleaning,
     MNISTCleaning,
     Reweighting,
@@ -53,8 +55,7 @@ from lightning_bilevel.data.annotators import ANNOTATORS
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
 
-DATA = {"mnist": MNISTCleaning, "fashion_mnist": FashionMNISTCleaning}
-BATCH = 256
+DATA = {"digits": DigitsCleaning, "mnist": MNISTCleaning, "fashion_mnist": FashionMNISTCleaning}
 
 
 class Settings(NamedTuple):
@@ -202,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corruption", type=float, default=0.6)
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=256, help="samples of a streaming step")
     parser.add_argument("--judge", type=int, default=0, help="clean samples held out")
     known = [*METHODS, *OF_ANNOTATORS]
     parser.add_argument("--methods", nargs="+", choices=known, help="all that the data allow")
@@ -218,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
             corruption=given.corruption,
             kind=given.kind,
             seed=split,
-            batch_size=BATCH,
+            batch_size=given.batch,
         )
         data.setup()
         judge = None

@@ -19,6 +19,7 @@ from lightning_bilevel.modules.weights import SampleWeights
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.schedule import is_number
 from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP
 
 __all__ = ["Reweighting"]
@@ -63,10 +64,12 @@ class Reweighting(BilevelModule):
             ``touched(key)`` (the numbers of the variables that a batch moves) and ``figure()``.
         loss: The loss of each sample, from the model's outputs and the labels; None is the
             cross-entropy.
+        lr: The rate of AdamW for the model; None is 1e-4. It is the setting that decides: start
+            with a tenth of the rate that you would train with, and choose it by trusted samples
+            that are held out.
         solver: The solver and its arguments; None is
             :class:`~lightning_bilevel.solvers.streaming_ivsp.StreamingIVSP` with the optimiser of
-            the weights above and AdamW with a rate of 1e-4 below. Start with a tenth of the rate
-            that you would train with.
+            the weights above and AdamW below.
         scheduler: Makes a torch scheduler from the solver, which then steps at every iteration.
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
@@ -77,6 +80,7 @@ class Reweighting(BilevelModule):
         model: nn.Module,
         weights: nn.Module,
         loss: Callable[[Any, Any], Tensor] | None = None,
+        lr: float | None = None,
         solver: SolverCallable | None = None,
         scheduler: SchedulerCallable | None = None,
         envelope: Envelope | None = None,
@@ -88,6 +92,13 @@ class Reweighting(BilevelModule):
                     f"`Reweighting({name}=...)` is a {type(module).__name__}: it must be a torch "
                     "module."
                 )
+        if lr is not None and solver is not None:
+            raise ValueError(
+                f"`Reweighting(lr={lr!r}, solver=...)` must be given one of the two: a solver has "
+                "the rate of the model in its `lower_optimizer`."
+            )
+        if lr is not None and not (is_number(lr) and lr > 0):
+            raise ValueError(f"`Reweighting(lr={lr!r})` must be positive and finite.")
         self.model = model
         self.weights = weights
         self.loss = _cross_entropy if loss is None else loss
@@ -95,7 +106,7 @@ class Reweighting(BilevelModule):
             upper=weights,
             lower=model,
             upper_set=getattr(weights, "feasible", None),
-            solver=solver or _default_solver(weights),
+            solver=solver or _default_solver(weights, _RATE if lr is None else lr),
             scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
             envelope=envelope,
         )
@@ -237,11 +248,11 @@ class Reweighting(BilevelModule):
         )
 
 
-def _default_solver(weights: nn.Module) -> SolverCallable:
+def _default_solver(weights: nn.Module, lr: float) -> SolverCallable:
     return partial(
         StreamingIVSP,
         upper_optimizer=getattr(weights, "optimizer", partial(AdamW, lr=1e-2, weight_decay=0.0)),
-        lower_optimizer=partial(AdamW, lr=_RATE),
+        lower_optimizer=partial(AdamW, lr=lr),
     )
 
 

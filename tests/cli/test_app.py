@@ -501,6 +501,11 @@ def test_every_config_runs(
                 "LIGHTNING_BILEVEL_DATA"
             )
         options.append(f"--data.init_args.root={DATA}")
+    if config.parents[1].name == "trusted":
+        # The certificate goes through all data.
+        options += ["--data.init_args.n_train=600", "--data.init_args.n_test=100"]
+        if "SampleWeights" in config.read_text():
+            options.append("--model.init_args.weights.init_args.n=600")
     if source.endswith("Episodes"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         options += [

@@ -70,10 +70,7 @@ def validation() -> DataLoader[Any]:
 
 
 def learned(tmp_path: Path, weights: Any, lower: Dataset[Any], steps: int, **options: Any) -> Any:
-    solver = partial(
-        StreamingIVSP, upper_optimizer=weights.optimizer, lower_optimizer=partial(AdamW, lr=3e-3)
-    )
-    module = Reweighting(network(), weights, **{"solver": solver, **options})
+    module = Reweighting(network(), weights, lr=3e-3, **options)
     torch.manual_seed(1)
     trainer(tmp_path, max_steps=steps).fit(module, loaders(lower), validation())
     return module
@@ -255,7 +252,7 @@ def test_any_model_and_any_loss(tmp_path: Path) -> None:
         upper_optimizer=weights.optimizer,
         lower_optimizer=partial(AdamW, lr=5e-2),
     )
-    module = Dicts(Line(), weights, partial(mse_loss, reduction="none"), solver)
+    module = Dicts(Line(), weights, partial(mse_loss, reduction="none"), solver=solver)
     data = {"upper": DataLoader(trusted, 8), "lower": DataLoader(Numbered(samples), 20)}
     run = trainer(tmp_path, max_steps=200)
     run.fit(module, data, DataLoader(trusted, 8))
@@ -268,15 +265,18 @@ def test_any_model_and_any_loss(tmp_path: Path) -> None:
     assert "val_error" not in run.callback_metrics
 
 
-def test_the_default_solver_has_the_optimiser_of_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lr", "rate"), [(None, 1e-4), (0.02, 0.02)])
+def test_the_default_solver_has_the_optimiser_of_the_weights(
+    tmp_path: Path, lr: float | None, rate: float
+) -> None:
     weights = SourceWeights(2)
-    module = Reweighting(network(), weights)
+    module = Reweighting(network(), weights, lr=lr)
     lower = Numbered(TensorDataset(*blobs(40, 1)), keys=torch.arange(40) % 2)
     run = trainer(tmp_path, max_steps=1)
     run.fit(module, loaders(lower), validation())
     solver = run.optimizers[0]
     assert type(solver) is StreamingIVSP
-    assert [group["lr"] for group in solver.param_groups] == [1e-2, 1e-4]
+    assert [group["lr"] for group in solver.param_groups] == [1e-2, rate]
 
 
 @pytest.mark.parametrize("kind", ["sample", "source", "net"])
@@ -436,3 +436,11 @@ def test_what_is_no_module(name: str) -> None:
     words = rf"`Reweighting\({name}=...\)` is a Tensor: it must be a torch module"
     with pytest.raises(TypeError, match=words):
         Reweighting(**given)
+
+
+def test_a_rate_that_is_none_or_has_no_place() -> None:
+    with pytest.raises(ValueError, match=r"`Reweighting\(lr=0.0\)` must be positive and finite"):
+        Reweighting(network(), SampleWeights(3), lr=0.0)
+    words = r"`Reweighting\(lr=0.1, solver=...\)` must be given one of the two"
+    with pytest.raises(ValueError, match=words):
+        Reweighting(network(), SampleWeights(3), lr=0.1, solver=StreamingIVSP)
