@@ -108,9 +108,10 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("mixture", tmp_path, monkeypatch)
-    assert list(found) == ["F2SA, 2 sources", "StreamingIVSP, 2 sources"]
-    for weights in found.values():
-        assert len(weights) == 60
-        assert weights[0] == pytest.approx(0.5, abs=0.01)
+    assert list(found) == ["StreamingIVSP, 2 sources", "F2SA, 2 sources"]
+    for shares in found.values():
+        assert len(shares) == 60
+        assert shares[0][1] == pytest.approx(0.5, abs=0.01)
         # AdamW moves each of the two logits by about its rate: 1/(1 + e^1.2) = 0.23.
-        assert weights[-1] == pytest.approx(0.23, abs=0.06)
+        assert shares[-1][1] == pytest.approx(0.23, abs=0.06)
+        assert sum(shares[-1]) == pytest.approx(1.0, abs=1e-5)

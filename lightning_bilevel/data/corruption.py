@@ -21,8 +21,7 @@ def check_corruption(call: str, rate: float, kind: str, kinds: Any = CorruptionK
         )
     if kind not in get_args(kinds):
         raise ValueError(
-            f"`{call}(kind={kind!r})` must be one of "
-            f"{', '.join(map(repr, get_args(kinds)))}."
+            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(kinds)))}."
         )
 
 

@@ -34,7 +34,9 @@ class Numbered(Dataset[Any]):
         (('c', 0, 2, 0), ['web', 'books'])
     """
 
-    def __init__(self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None) -> None:
+    def __init__(
+        self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None
+    ) -> None:
         n = length("Numbered(dataset=...)", dataset)
         self.dataset = dataset
         self.names: list[Any] = []
