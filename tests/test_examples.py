@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -20,6 +21,7 @@ NAMES = [
     "imbalance",
     "simplex_weights",
     "mixture",
+    "lora",
     "own_solver",
     "walkthrough",
 ]
@@ -115,3 +117,15 @@ def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # AdamW moves each of the two logits by about its rate: 1/(1 + e^1.2) = 0.23.
         assert shares[-1][1] == pytest.approx(0.23, abs=0.06)
         assert sum(shares[-1]) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("lora", tmp_path, monkeypatch)
+    # 40 steps of AdamW move each of the two logits by about 40 * 0.02: 1/(1 + e^-1.6) = 0.83.
+    assert found["shares"]["code"] == pytest.approx(0.83, abs=0.1)
+    kinds = {parameter.dtype: parameter.requires_grad for parameter in found["model"].parameters()}
+    assert kinds == {torch.bfloat16: False, torch.float32: True}
+    # A and B of rank 4 for the four linear maps of two blocks.
+    sizes = [(64, 192), (64, 64), (64, 128), (128, 64)]
+    assert found["trained"] == 2 * sum(4 * (a + b) for a, b in sizes)
