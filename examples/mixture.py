@@ -1,15 +1,15 @@
-"""Data mixture: learn how much of each text source to train on, by mini-batches.
+"""Data mixture: learn how much of each text source to train a language model on.
 
-The sources are Python's own library as text; in all but one the characters of each row are
-shuffled. Below, a small transformer is trained on the weighted mixture; above is its loss on 128
-clean rows. AdamW steps both levels, the loaders are ordinary ones.
+The target is Python code. The sources are code, code with a part of each row's characters shuffled,
+English prose and random characters, all from the text that comes with Python. Above are the weights
+of the sources, judged on 128 trusted rows of code; below is a small transformer. AdamW steps both
+levels, the loaders are ordinary ones.
 
 Run: python examples/mixture.py
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,15 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import F2SA, BilevelModule, SolverCallable, StreamingIVSP
+from lightning_bilevel import F2SA, Reweighting, SourceWeights, StreamingIVSP
+from lightning_bilevel.data.text import KINDS, TextSources
 
 LENGTH = 64
-ROWS = 2000
+SOURCES = {
+    2: ("code", "shuffled"),
+    4: ("code", "1/2 shuffled", "prose", "random"),
+    8: KINDS,
+}
 
 
 class Transformer(nn.Module):
@@ -42,76 +47,66 @@ class Transformer(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        inputs = self.characters(rows[:, :-1]) + self.places.weight
-        logits = self.out(self.layers(inputs, mask=mask, is_causal=True)).transpose(1, 2)
-        return cross_entropy(logits, rows[:, 1:], reduction="none").mean(1)  # of each row
+        inputs = self.characters(rows) + self.places.weight
+        logits: Tensor = self.out(self.layers(inputs, mask=mask, is_causal=True))
+        return logits.transpose(1, 2)
 
 
-class Mixture(BilevelModule):
-    def __init__(self, sources: int, solver: SolverCallable) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(sources))
-        self.network = Transformer()
-        self.declare(upper=self.logits, lower=self.network, solver=solver)
-
-    def upper_loss(self, batch: list[Tensor]) -> Tensor:
-        return self.network(batch[0]).mean()
-
-    def lower_loss(self, batch: list[Tensor]) -> Tensor:
-        weights = self.logits.softmax(0)[batch[1]]
-        return weights @ self.network(batch[0]) / weights.sum()
+def row_losses(logits: Tensor, following: Tensor) -> Tensor:
+    return cross_entropy(logits, following, reduction="none").mean(1)
 
 
-class Noise(Callback):
-    """Keeps the weight of the shuffled sources, all but the first, at each step."""
+def loader(rows: Tensor, *more: Tensor, shuffle: bool = True) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(rows[:, :-1], rows[:, 1:], *more), 16, shuffle=shuffle)
+
+
+class Shares(Callback):
+    """Keeps the share of each source at each step."""
 
     def __init__(self) -> None:
-        self.weights: list[float] = []
+        self.seen: list[list[float]] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        self.weights.append(1 - float(module.logits.detach().softmax(0)[0]))
+        self.seen.append(module.weights.shares().tolist())
 
 
-def loaders(sources: int, seed: int) -> dict[str, DataLoader[Any]]:
-    generator = torch.Generator().manual_seed(seed)
-    text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
-    rows = torch.tensor(list(text)).clamp(max=127)
-    rows = rows[: len(rows) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-    rows = rows[torch.randperm(len(rows), generator=generator)[: 128 + sources * ROWS]]
-    clean, mixed = rows.tensor_split([128])
-    order = torch.rand(mixed.shape, generator=generator).argsort(1)
-    order[:ROWS] = torch.arange(LENGTH + 1)  # the first source stays as it is
-    source = torch.arange(sources).repeat_interleave(ROWS)
-    levels = {"upper": (clean,), "lower": (mixed.gather(1, order), source)}
-    return {
-        level: DataLoader(TensorDataset(*tensors), batch_size=16, shuffle=True)
-        for level, tensors in levels.items()
-    }
-
-
-def learned(solver: Any, sources: int, steps: int, seed: int) -> list[float]:
-    torch.manual_seed(seed)
-    upper = partial(AdamW, lr=1e-2 if sources == 2 else 2e-2)
-    stepped = partial(solver, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=1e-3))
-    noise = Noise()
+def learned(solver: Any, text: TextSources, steps: int) -> list[list[float]]:
+    """Return the shares of the sources at each step of a run."""
+    sources = int(text.source.max()) + 1
+    upper = partial(AdamW, lr=1e-2 if sources == 2 else 2e-2, weight_decay=0.0)
+    module = Reweighting(
+        Transformer(),
+        SourceWeights(sources),
+        row_losses,
+        partial(solver, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=1e-3)),
+    )
+    shares = Shares()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", max_steps=steps, callbacks=[noise], **quiet)
-    trainer.fit(Mixture(sources, stepped), loaders(sources, seed))
-    return noise.weights
+    quiet |= {"enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_steps=steps, callbacks=[shares], **quiet)
+    loaders = {"upper": loader(text.trusted), "lower": loader(text.rows, text.source)}
+    trainer.fit(module, loaders, loader(text.test, shuffle=False))
+    return shares.seen
 
 
-def main(short: bool = False, out: Path = Path("mixture.png")) -> dict[str, list[float]]:
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-    axis = figure.subplots()
-    found = {}
-    for sources in (2,) if short else (2, 4):
-        for solver, steps in ((F2SA, 200), (StreamingIVSP, 250)):
-            name = f"{solver.__name__}, {sources} sources"
-            found[name] = learned(solver, sources, 60 if short else steps, seed=0)
-            axis.plot(found[name], label=name)
-    axis.axhline(0.05, color="black", linewidth=0.5)
-    axis.set(xlabel="mini-batches", ylabel="weight of the shuffled sources", ylim=(0, None))
-    axis.legend()
+def main(short: bool = False, out: Path = Path("mixture.png")) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {}
+    counts = (2,) if short else (2, 4, 8)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axis, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        text = TextSources(SOURCES[count], seed=0)
+        for solver, steps, style in ((StreamingIVSP, 250, "--"), (F2SA, 200, "-")):
+            torch.manual_seed(0)
+            name = f"{solver.__name__}, {count} sources"
+            found[name] = learned(solver, text, 60 if short else steps * (2 if count == 8 else 1))
+            curves = dict(zip(SOURCES[count], zip(*found[name], strict=True), strict=True))
+            for i, (source, curve) in enumerate(curves.items()):
+                axis.plot(curve, style, color=f"C{i}", label=source if style == "-" else None)
+            print(f"{name}:", *(f"{source} {curve[-1]:.3f}" for source, curve in curves.items()))
+        axis.axhline(0.05, color="black", linewidth=0.5)
+        axis.set(xlabel="mini-batches", ylim=(0, 1), title=f"{count} sources")
+        axis.legend(fontsize=7)
+    figure.supylabel("share (dashed: StreamingIVSP, solid: F2SA)", fontsize=9)
     figure.savefig(out, dpi=160)
     return found
 

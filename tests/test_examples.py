@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -20,6 +21,7 @@ NAMES = [
     "imbalance",
     "simplex_weights",
     "mixture",
+    "lora",
     "own_solver",
     "walkthrough",
 ]
@@ -108,9 +110,22 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("mixture", tmp_path, monkeypatch)
-    assert list(found) == ["F2SA, 2 sources", "StreamingIVSP, 2 sources"]
-    for weights in found.values():
-        assert len(weights) == 60
-        assert weights[0] == pytest.approx(0.5, abs=0.01)
+    assert list(found) == ["StreamingIVSP, 2 sources", "F2SA, 2 sources"]
+    for shares in found.values():
+        assert len(shares) == 60
+        assert shares[0][1] == pytest.approx(0.5, abs=0.01)
         # AdamW moves each of the two logits by about its rate: 1/(1 + e^1.2) = 0.23.
-        assert weights[-1] == pytest.approx(0.23, abs=0.06)
+        assert shares[-1][1] == pytest.approx(0.23, abs=0.06)
+        assert sum(shares[-1]) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("lora", tmp_path, monkeypatch)
+    # 40 steps of AdamW move each of the two logits by about 40 * 0.02: 1/(1 + e^-1.6) = 0.83.
+    assert found["shares"]["code"] == pytest.approx(0.83, abs=0.1)
+    kinds = {parameter.dtype: parameter.requires_grad for parameter in found["model"].parameters()}
+    assert kinds == {torch.bfloat16: False, torch.float32: True}
+    # A and B of rank 4 for the four linear maps of two blocks.
+    sizes = [(64, 192), (64, 64), (64, 128), (128, 64)]
+    assert found["trained"] == 2 * sum(4 * (a + b) for a, b in sizes)
