@@ -103,7 +103,7 @@ def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     upper = partial(AdamW, lr=2e-2, weight_decay=0.0)
     solver = partial(F2SA, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=3e-3))
     weights = SourceWeights(len(NAMES))
-    module = Reweighting(model, weights, row_losses, solver)
+    module = Reweighting(model, weights, row_losses, solver=solver)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(accelerator="cpu", max_steps=40 if short else 200, **quiet)
     loaders = {"upper": loader(text.trusted), "lower": loader(text.rows, text.source)}

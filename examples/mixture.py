@@ -78,7 +78,7 @@ def learned(solver: Any, text: TextSources, steps: int) -> list[list[float]]:
         Transformer(),
         SourceWeights(sources),
         row_losses,
-        partial(solver, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=1e-3)),
+        solver=partial(solver, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=1e-3)),
     )
     shares = Shares()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
