@@ -200,6 +200,11 @@ def certify(
             f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows "
             "comfortably."
         )
+    if passes is not None and passes < 1:
+        raise ValueError(
+            f"`certify(passes={passes})` must be at least 1, or None for as many as it takes: the "
+            "proximal point needs passes of g."
+        )
     x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5

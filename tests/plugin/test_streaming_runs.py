@@ -301,7 +301,7 @@ class TestSchedulers:
         logger.save()
         text = (Path(logger.log_dir) / "metrics.csv").read_text()
         header = text.splitlines()[0].split(",")
-        assert {"lr-F2SA/pg1", "lr-F2SA/pg2"} <= set(header)
+        assert {"lr-F2SA/upper", "lr-F2SA/lower"} <= set(header)
 
     def test_a_plateau_is_looked_for_in_the_named_quantity(self, tmp_path: Path) -> None:
         class Constant(Streamed):
