@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.reachable import reachable_envelope
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
@@ -29,6 +30,8 @@ class Question(NamedTuple):
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
         passes: The most passes of g for the proximal point; None for no such limit.
+        reachable: Whether an envelope whose proximal point takes too many passes gives way to one
+            with a smaller rho.
     """
 
     problem: BilevelProblem
@@ -38,6 +41,25 @@ class Question(NamedTuple):
     evaluated_on: str
     point: str = ""
     passes: int | None = None
+    reachable: bool = False
+
+    def within_reach(self, point: tuple[Tensor, Tensor]) -> Question:
+        """Return the question about an envelope that is within reach at a point.
+
+        The multiplier of the solver belongs to its own envelope, so another one has none.
+        """
+        if not self.reachable:
+            return self
+        found = reachable_envelope(self.problem, *point, self.envelope)
+        if found == self.envelope:
+            return self
+        words = (
+            f"; rho = {found.rho:.2g} from the curvature of g, because the solver's rho = "
+            f"{self.envelope.rho:g} would take too many passes"
+        )
+        return self._replace(
+            envelope=found, multiplier=None, evaluated_on=f"{self.evaluated_on}{words}"
+        )
 
 
 def _limited(certificate: Certificate, question: Question) -> Certificate:
@@ -97,21 +119,26 @@ class Certifier:
             return last.certificate
         problem = question.problem
         began = time.perf_counter()
+        calls = problem.calls
+        with problem.uncounted():
+            asked = question.within_reach(point)
+            before = (problem.calls - calls).passes
         certificate = certify(
             problem,
             *point,
-            question.envelope,
-            multiplier=question.multiplier,
-            tolerance=question.tolerance,
+            asked.envelope,
+            multiplier=asked.multiplier,
+            tolerance=asked.tolerance,
             qualification=declared.qualification,
             kinks=declared.kinks(),
             start=self.start,
-            evaluated_on=question.evaluated_on,
-            point=question.point,
-            passes=question.passes,
+            evaluated_on=asked.evaluated_on,
+            point=asked.point,
+            passes=asked.passes,
         )
-        if question.tolerance is not None and certificate.tolerance > question.tolerance:
-            certificate = _limited(certificate, question)
+        certificate = replace(certificate, passes=before + certificate.passes)
+        if asked.tolerance is not None and certificate.tolerance > asked.tolerance:
+            certificate = _limited(certificate, asked)
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])
