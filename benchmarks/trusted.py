@@ -72,9 +72,9 @@ class Found(NamedTuple):
 Method = Callable[[CleaningData, Settings], Found]
 
 
-def train(images: Tensor, labels: Tensor) -> nn.Module:
-    """Train a fresh MLP."""
-    network = MLP(images[0].numel())
+def train(images: Tensor, labels: Tensor, network: nn.Module | None = None) -> nn.Module:
+    """Train a network, by default a fresh MLP."""
+    network = MLP(images[0].numel()) if network is None else network
     optimizer = Adam(network.parameters(), lr=1e-3, weight_decay=1e-4)
     done = 0
     epochs = 0

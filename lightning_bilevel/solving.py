@@ -312,7 +312,7 @@ def _build_solver(call: str, solver: Any, params: list[dict[str, Any]]) -> Bilev
 
 
 def _start(name: str, value: Any) -> Tensor:
-    start = torch.as_tensor(value)
+    start = value if isinstance(value, Tensor) else torch.as_tensor(value)
     if start.ndim > 1 or not start.is_floating_point():
         kind = f"shape {tuple(start.shape)}" if start.ndim > 1 else f"dtype {start.dtype}"
         raise ValueError(
