@@ -59,9 +59,8 @@ LOWER_RATES = (1e-4, 3e-4, 1e-3)
 SEARCHED = {
     F2SA_NAME: [Rates(x, y) for x in (1.0, 3.0) for y in LOWER_RATES],
     IVSP_NAME: [Rates(x, y) for x in (1.0, 3.0) for y in LOWER_RATES],
-    BETTY_NAME: [
-        Rates(x, y, kind) for kind in ("darts", "sama") for x in (1e-2, 1e-1) for y in LOWER_RATES
-    ],
+    # "sama" was ahead of "darts" at all six rates in a trial of 20 steps on 3,000 samples of MNIST.
+    BETTY_NAME: [Rates(x, y, "sama") for x in (1e-2, 1e-1) for y in LOWER_RATES],
     BOAT_NAME: [Rates(x, y) for x in (1e-2, 1e-1) for y in LOWER_RATES],
 }
 
@@ -193,7 +192,9 @@ def run(size: Size) -> Section:
                     warnings.simplefilter("ignore")
                     chosen = CHOSEN[IVSP_NAME if name == FIT_NAME else name]
                     found = learned(name, make, given, chosen, seed, steps)
-                note = f"AUROC of the weights {found['auroc']:.3f}; y itself {found['own_error']:.3f}"
+                note = (
+                    f"AUROC of the weights {found['auroc']:.3f}; y itself {found['own_error']:.3f}"
+                )
                 rows.append(Row(f"{label}: test error, seed {seed}", found["error"], note=note))
     return Section(f"Mini-batch reweighting, {len(data.noisy[0]):,} noisy samples", rows)
 

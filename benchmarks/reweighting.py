@@ -265,9 +265,7 @@ def fit(
     callbacks: list[Callback],
 ) -> Fitted:
     """StreamingIVSP through Trainer.fit, with loaders of the same batches."""
-    module = Fitted(
-        copy.deepcopy(net), _with_rates(StreamingIVSP, rates), count=len(data.noisy[0])
-    )
+    module = Fitted(copy.deepcopy(net), _with_rates(StreamingIVSP, rates), count=len(data.noisy[0]))
     trainer = Trainer(
         accelerator="cpu",
         max_steps=steps,

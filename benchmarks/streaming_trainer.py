@@ -31,9 +31,7 @@ WARM_UP = 5
 class Fitted(BilevelModule):
     """The weighted network of the other benchmark, declared."""
 
-    def __init__(
-        self, net: nn.Module, solver: Callable[..., Any], count: int = SAMPLES
-    ) -> None:
+    def __init__(self, net: nn.Module, solver: Callable[..., Any], count: int = SAMPLES) -> None:
         super().__init__()
         self.net = net
         self.logits = nn.Parameter(torch.zeros(count))

@@ -243,8 +243,8 @@ class _Look:
         certificate = self.last()
         if certificate is None:
             raise ValueError(
-                f"`{self.call}(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, and "
-                f"{type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
+                f"`{self.call}(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, "
+                f"and {type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
             )
         return certificate.kkt <= epsilon
 
@@ -305,8 +305,8 @@ def _build_solver(call: str, solver: Any, params: list[dict[str, Any]]) -> Bilev
     if not isinstance(made, BilevelOptimizer):
         name = getattr(solver, "__name__", type(solver).__name__)
         raise TypeError(
-            f"`{call}(solver={name})` made a {type(made).__name__}, which is no `BilevelOptimizer`: "
-            f"{rule}"
+            f"`{call}(solver={name})` made a {type(made).__name__}, which is no "
+            f"`BilevelOptimizer`: {rule}"
         )
     return made
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Lightning warns of a GPU that a run on the CPU leaves idle, and warnings are errors: a GPU is there
-# only for those who ask for it, by `-m cuda` or by the file. Worker processes inherit the answer.
+# Lightning warns of a GPU that a run on the CPU leaves idle, and warnings are errors: a GPU is
+# shown only to those who ask for it, by `-m cuda` or by the file. Worker processes inherit that.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in word for word in sys.argv):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

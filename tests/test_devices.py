@@ -67,14 +67,16 @@ ON_THE_HOST = {
 
 def factory_calls() -> list[tuple[str, ast.Call]]:
     """Each call of a factory or of a generator in these folders, with its module."""
-    calls = []
+    calls: list[tuple[str, ast.Call]] = []
     for module, path in MODULES.items():
         name = module.removeprefix("lightning_bilevel.")
         if name.split(".")[0] not in FOLDERS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and _factory(node.func) is not None:
-                calls.append((name, node))
+        calls += [
+            (name, node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and _factory(node.func) is not None
+        ]
     return calls
 
 

@@ -144,9 +144,7 @@ class CertifiedPoints(DeclaredLevels):
                 multiplier = run.solver.multiplier
             step = self.last_step
         limit = None if stream is None else passes
-        question = Question(
-            problem, envelope, tolerance, multiplier, label, name, limit, reachable
-        )
+        question = Question(problem, envelope, tolerance, multiplier, label, name, limit, reachable)
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(question, point, declared, step)
 

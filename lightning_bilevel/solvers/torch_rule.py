@@ -224,8 +224,8 @@ class TorchRule:
     def _leaves_untouched_alone(self) -> bool:
         """Tell whether it takes sparse gradients, and a coordinate outside of them stays."""
         value = torch.ones(1, dtype=torch.float64, device=_HOST)
-        first_or_second = torch.arange(2, device=_HOST).split(1)
-        gradients = [_sparse(index, value, torch.Size([2])) for index in first_or_second]
+        indices = torch.split(torch.arange(2, device=_HOST), 1)
+        gradients = [_sparse(index, value, torch.Size([2])) for index in indices]
         try:
             first, second = self._stepped(gradients, 2)
         except (RuntimeError, NotImplementedError):

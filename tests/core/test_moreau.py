@@ -381,7 +381,9 @@ class TestFloat32:
 
     def test_one_iteration_that_does_not_suffice_is_an_error_with_its_residual(self) -> None:
         problem, x, y = self.cancelling(0)
-        with pytest.raises(InnerLoopError, match="made 1 iterations with rho=0.7 and its gradient"):
+        with pytest.raises(
+            InnerLoopError, match=r"made 1 iterations with rho=0\.7 and its gradient"
+        ):
             precise_prox(problem.at(x), y, 0.7, Free(), tolerance=1e-5, max_iterations=1)
 
     def cancelling(self, seed: int) -> tuple[BilevelProblem, Tensor, Tensor]:
