@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import PROBLEMS, Problem, groups, point_of
 from lightning.pytorch import Trainer
-from streaming import Streamed, loaders
+from streaming import Streamed, loader, loaders
 from tables import SOLVERS, Solver, every_optimizer, every_streaming_solver
 from torch import Tensor
 
@@ -165,7 +165,7 @@ class TestTrainer:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, loaders(), **options)
+        trainer.fit(module, loaders(), loader(20, 3, 20), **options)
         assert trainer.global_step == epochs * 4
         return module
 
