@@ -50,10 +50,10 @@ FIT_NAME = f"{IVSP_NAME}, Trainer.fit"
 WARM_UP = 5
 # The best of the search on MNIST with the MLP; the CNN has the same.
 CHOSEN = {
-    F2SA_NAME: Rates(3.0, 3e-4),
-    IVSP_NAME: Rates(3.0, 3e-4),
-    BETTY_NAME: Rates(1e-1, 3e-4),
-    BOAT_NAME: Rates(1e-1, 3e-4),
+    F2SA_NAME: Rates(3.0, 1e-4),
+    IVSP_NAME: Rates(1.0, 1e-4),
+    BETTY_NAME: Rates(1e-1, 1e-3, "sama"),
+    BOAT_NAME: Rates(1e-1, 1e-4),
 }
 LOWER_RATES = (1e-4, 3e-4, 1e-3)
 SEARCHED = {

@@ -18,9 +18,6 @@ from lightning_bilevel.plugin.checkpoints import (
 )
 from lightning_bilevel.plugin.declared import DeclaredLevels
 from lightning_bilevel.plugin.polish import polished
-from lightning_bilevel.plugin.streaming import (
-    MINI_BATCH_TOLERANCE,
-)
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.proved import ProvedPoint
@@ -95,9 +92,11 @@ class CertifiedPoints(DeclaredLevels):
                 on mini-batches all data.
             envelope: The Moreau envelope; None is the module's. After a run on mini-batches the rho
                 of a solver such as StreamingIVSP is often so large that the proximal point takes
-                hundreds of passes. Then None takes a smaller one, from the curvature of g, and the
-                certificate says so; ``envelope=module.envelope`` insists on the solver's.
-            tolerance: The accuracy of the proximal point.
+                hundreds of passes. Then None takes a smaller one, from the curvature of g, with a
+                delta of the same meaning, and the certificate says so;
+                ``envelope=module.envelope`` insists on the solver's.
+            tolerance: The accuracy of the proximal point; None is 1e-9 in float64 and 1e-5 in
+                float32, and after a run on mini-batches 1e-3, or what gives R to delta/100.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
                 loaders alone, as monitors do in the middle of an epoch.
@@ -118,7 +117,6 @@ class CertifiedPoints(DeclaredLevels):
         problem: BilevelProblem | None = None
         if stream is not None and envelope is not None:
             problem, label = stream.evaluated(batch, sample, batches)
-            tolerance = tolerance or MINI_BATCH_TOLERANCE
         elif stream is None:
             current = run.batches.current if batch is None else self._problem_on(batch)
             problem, label = None if current is None else current.problem, ""

@@ -7,8 +7,9 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_bilevel.plugin.certifier import MINI_BATCH_TOLERANCE
 from lightning_bilevel.plugin.declaration import Declaration
-from lightning_bilevel.plugin.streaming import MINI_BATCH_TOLERANCE, Stream
+from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solving import Background, Solution, solve_with
 
