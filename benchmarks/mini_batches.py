@@ -43,7 +43,7 @@ from benchmarks.reweighting import (
 )
 from benchmarks.streaming import Training
 from benchmarks.tasks import QUICK, Size
-from benchmarks.timing import ratio, seconds
+from benchmarks.timing import ratio
 from lightning_bilevel.modules.detection import detection
 
 FIT_NAME = f"{IVSP_NAME}, Trainer.fit"
@@ -115,8 +115,17 @@ def learned(
     }
 
 
+def processor_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 class InTurn(Callback):
-    """Times a fit from batch to batch, and a step of each other side in between."""
+    """Times a fit from batch to batch, and a step of each other side in between.
+
+    In processor time, which on one thread does not depend on what else the machine does.
+    """
 
     def __init__(self, others: list[Callable[[], object]]) -> None:
         self.others = others
@@ -124,11 +133,11 @@ class InTurn(Callback):
         self._ended: float | None = None
 
     def on_train_batch_end(self, *args: Any) -> None:
-        now = time.perf_counter()
-        row = [seconds(other) for other in self.others]
+        now = time.process_time()
+        row = [processor_seconds(other) for other in self.others]
         if self._ended is not None:
             self.took.append([now - self._ended, *row])
-        self._ended = time.perf_counter()
+        self._ended = time.process_time()
 
 
 def stepping(side: Any, data: Data) -> Callable[[], object]:
@@ -138,7 +147,7 @@ def stepping(side: Any, data: Data) -> Callable[[], object]:
 
 
 def times(net: nn.Module, data: Data, steps: int) -> dict[str, float]:
-    """Return the time of a step of each side, as a multiple of a step of plain training."""
+    """Return the processor time of a step of each side, as a multiple of one of plain training."""
     count = len(data.noisy[0])
     there = [name for name in SIDES if name not in PACKAGES or installed(PACKAGES[name])]
     others = [SIDES[name](net, count, CHOSEN[name]) for name in there]

@@ -398,7 +398,7 @@ class TestCertificate:
         assert certificate is report.certificate
         assert certificate.rho < 10.0
         assert certificate.rho * certificate.sigma == pytest.approx(0.25)
-        # R is known to a hundredth of delta, or z to 1e-3: at t, psi is within t^2/(2m) of its minimum.
+        # z to 1e-3, or R to a hundredth of delta: psi is within t^2/(2m) of its minimum.
         modulus = 1 / certificate.rho - certificate.sigma
         error = certificate.tolerance**2 / (2 * modulus)
         assert certificate.tolerance == 1e-3 or error <= 1.0001e-2 * certificate.delta
