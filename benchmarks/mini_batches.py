@@ -12,6 +12,7 @@ Run: python -m benchmarks mini_batches
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -168,6 +169,8 @@ def peak(name: str, net: nn.Module, data: Data, before: int) -> float:
         run_steps(side, data, 0, before)
 
     size = sum(p.numel() * p.element_size() for p in net.parameters())
+    # What an earlier side has left in cycles must not be freed on the account of this one.
+    gc.collect()
     return peak_bytes(lambda: run_steps(made[0], data, 1, 1), prepare) / size
 
 
