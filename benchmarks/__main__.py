@@ -33,6 +33,7 @@ SECTIONS = (
     "monitors",
     "streaming",
     "streaming_trainer",
+    "mini_batches",
 )
 
 

@@ -55,10 +55,10 @@ def convolutions(channels: int) -> nn.Sequential:
 class Weighted(nn.Module):
     """A network on weighted samples: the weighted mean of the losses."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, count: int) -> None:
         super().__init__()
         self.net = net
-        self.logits = nn.Parameter(torch.zeros(SAMPLES))
+        self.logits = nn.Parameter(torch.zeros(count))
 
     def upper_loss(self, batch: Batch) -> Tensor:
         images, labels, _ = batch
@@ -77,8 +77,10 @@ def weighted(logits: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
 class Ours:
     """A solver of the library, with one problem per batch as in a fit."""
 
-    def __init__(self, net: nn.Module, make: Callable[..., BilevelOptimizer]) -> None:
-        self.module = Weighted(copy.deepcopy(net))
+    def __init__(
+        self, net: nn.Module, make: Callable[..., BilevelOptimizer], count: int = SAMPLES
+    ) -> None:
+        self.module = Weighted(copy.deepcopy(net), count)
         x, y = [self.module.logits], list(self.module.net.parameters())
         self.functions = ModuleFunctions(self.module, x, y)
         self.solver = make([{"params": x, "level": "upper"}, {"params": y, "level": "lower"}])

@@ -31,10 +31,10 @@ WARM_UP = 5
 class Fitted(BilevelModule):
     """The weighted network of the other benchmark, declared."""
 
-    def __init__(self, net: nn.Module, solver: Callable[..., Any]) -> None:
+    def __init__(self, net: nn.Module, solver: Callable[..., Any], count: int = SAMPLES) -> None:
         super().__init__()
         self.net = net
-        self.logits = nn.Parameter(torch.zeros(SAMPLES))
+        self.logits = nn.Parameter(torch.zeros(count))
         self.declare(upper=self.logits, lower=self.net, solver=solver)
 
     def upper_loss(self, batch: Any) -> Tensor:

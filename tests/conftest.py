@@ -4,10 +4,14 @@ Some tests run only when they are asked for.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Lightning warns of a GPU that a run on the CPU leaves idle, and warnings are errors: a GPU is
+# shown only to those who ask for it, by `-m cuda` or by the file. Worker processes inherit that.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("cuda" in word for word in sys.argv):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -16,7 +20,7 @@ from clocks import Clock
 
 # The problems are tiny, and bitwise comparisons need one order of summation.
 torch.set_num_threads(1)
-ON_REQUEST = ("slow", "learn2learn")
+ON_REQUEST = ("slow", "learn2learn", "cuda")
 MOST_PROCESSES = 8  # each takes 1 GB
 
 

@@ -19,6 +19,7 @@ from benchmarks import (
     boat,
     contenders,
     memory,
+    mini_batches,
     results,
     stationarity,
     tasks,
@@ -47,7 +48,7 @@ TINY = tasks.Size(
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
     # No rival is installed, whatever is.
-    for module in (boat, memory, contenders):
+    for module in (boat, memory, contenders, mini_batches):
         monkeypatch.setattr(module, "installed", lambda package: None)
     return tmp_path
 
@@ -68,6 +69,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "chunks",
         "streaming",
         "streaming_trainer",
+        "mini_batches",
     ],
 )
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
@@ -75,7 +77,7 @@ def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     section = Section.load(tiny / f"{name}.json")
     assert section.rows
     rivals = [row for row in section.rows if row.verdict == "skipped"]
-    assert len(rivals) == {"boat": 3, "accuracy": 9, "memory": 2}.get(name, 0)
+    assert len(rivals) == {"boat": 3, "accuracy": 9, "memory": 2, "mini_batches": 4}.get(name, 0)
     assert section.title in (tiny / "table.md").read_text()
     drawn = ("boat", "stationarity", "accuracy", "memory", "growth")
     assert (tiny / "benchmarks.png").exists() == (name in drawn)

@@ -97,6 +97,9 @@ class TrustedSamples:
         epochs = 0
         while epochs < self.epochs or done < self.fewest_steps:
             for batch in torch.split(torch.randperm(len(inputs)), self.batch_size):
+                # Batch normalisation has no statistics of a single sample.
+                if len(batch) == 1 < len(inputs):
+                    continue
                 optimizer.zero_grad()
                 logits = network(inputs[batch])
                 if weights is None:

@@ -17,6 +17,7 @@ from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
 from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
@@ -43,12 +44,15 @@ class CertificateReport(Callback):
 
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-9 in float64 and 1e-5 in float32, and 1e-3 after a run on mini-batches.
+            1e-9 in float64 and 1e-5 in float32; after a run on mini-batches 1e-3, or what gives R
+            to delta/100.
         batches: After a run on mini-batches, the most batches of a level that the certificate looks
             at; 0 leaves it out, because it may cost as much as the run. The table says what data it
             is of, and how long it took.
         passes: After a run on mini-batches, the most passes of g over these data for the proximal
             point. If they do not suffice, the certificate says how accurate it is.
+        envelope: The Moreau envelope (rho, sigma, delta); None is the module's, with a rho from the
+            curvature of g if the solver's would take too many passes after a run on mini-batches.
 
     Attributes:
         certificate: The certificate, once fit has ended.
@@ -57,7 +61,11 @@ class CertificateReport(Callback):
     """
 
     def __init__(
-        self, tolerance: float | None = None, batches: int = 1000, passes: int = 20
+        self,
+        tolerance: float | None = None,
+        batches: int = 1000,
+        passes: int = 20,
+        envelope: Envelope | None = None,
     ) -> None:
         if tolerance is not None and tolerance <= 0:
             raise ValueError(f"`CertificateReport(tolerance={tolerance})` must be positive.")
@@ -69,6 +77,7 @@ class CertificateReport(Callback):
         self.tolerance = tolerance
         self.batches = batches
         self.passes = passes
+        self.envelope = envelope
         self.certificate: Certificate | None = None
         self.proved: Certificate | None = None
         self.tally = Tally()
@@ -94,7 +103,10 @@ class CertificateReport(Callback):
             self.proved = pl_module.certify(tolerance=self.tolerance, proved=True)
             text = f"{text}\n{_proved_table(optimizer.proved, self.proved)}"
         if isinstance(pl_module.last_step, StreamInfo) and self.certificate is not None:
-            why = f"The certificates of this run took {pl_module.evaluation_time:.1f} s."
+            why = (
+                f"The certificate took {self.certificate.passes} passes over these data. The "
+                f"certificates of this run took {pl_module.evaluation_time:.1f} s."
+            )
         self._print("\n".join([text, *([textwrap.fill(why, 110)] if why else [])]))
         final = {
             name: float(value)
@@ -122,11 +134,11 @@ class CertificateReport(Callback):
     def _certify(self, pl_module: Any) -> tuple[Certificate | None, str]:
         """Return the certificate, or None and why there is none."""
         if not isinstance(pl_module.last_step, StreamInfo):
-            return pl_module.certify(tolerance=self.tolerance), ""
+            return pl_module.certify(tolerance=self.tolerance, envelope=self.envelope), ""
         if self.batches == 0:
             return None, "No certificate was asked for (`CertificateReport(batches=0)`)."
         try:
-            limits = {"batches": self.batches, "passes": self.passes}
+            limits = {"batches": self.batches, "passes": self.passes, "envelope": self.envelope}
             return pl_module.certify(tolerance=self.tolerance, **limits), ""
         except (BilevelError, MisconfigurationException) as error:
             # The run is done, and its result is worth more than a report.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -73,6 +73,7 @@ class Certificate:
         evaluated_on: The data that f and g were evaluated on, in words; empty for the data of the
             whole run.
         point: Which point of the run this is, in words; empty for the current one.
+        passes: The passes of f and g that the certificate took.
     """
 
     stationarity: float
@@ -104,6 +105,7 @@ class Certificate:
     first_lower_gradient: float | None = None
     evaluated_on: str = ""
     point: str = ""
+    passes: int = field(default=0, compare=False)
 
     @property
     def kkt(self) -> float:
@@ -200,9 +202,15 @@ def certify(
             f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows "
             "comfortably."
         )
+    if passes is not None and passes < 1:
+        raise ValueError(
+            f"`certify(passes={passes})` must be at least 1, or None for as many as it takes: the "
+            "proximal point needs passes of g."
+        )
     x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
+    calls = problem.calls
     with problem.uncounted():
         upper = problem.upper(x, y)
         lower = problem.at(x, remember=False)
@@ -214,6 +222,7 @@ def certify(
             tolerance = max(tolerance, _accuracy(problem, lower, y, z, envelope.rho))
         slope = lower.gradient(y, keep=True)
         gap = evaluate_gap(lower, y, z, envelope)
+        spent = (problem.calls - calls).passes
 
     def stationarity(weight: float) -> float:
         return math.hypot(
@@ -260,6 +269,7 @@ def certify(
         first_lower_gradient=None if start is None else start.lower_gradient,
         evaluated_on=evaluated_on,
         point=point,
+        passes=spent,
     )
 
 

@@ -20,12 +20,15 @@ from lightning_bilevel.core.vectors import norm
 __all__ = ["coupling", "lower_curvature", "upper_curvature"]
 
 
-def lower_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10) -> float:
+def lower_curvature(
+    problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10, *, remember: bool = True
+) -> float:
     r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, at y.
 
-    Each step of the power iteration takes one gradient of g. All points lie in Y.
+    Each step of the power iteration takes one gradient of g, and so does its start. All points lie
+    in Y. Unless it is to be remembered, g(x, .) is dropped with its features.
     """
-    return _largest(problem.at(x).gradient, y, problem.lower_set, steps)
+    return _largest(problem.at(x, remember=remember).gradient, y, problem.lower_set, steps)
 
 
 def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 4) -> float:
@@ -61,8 +64,8 @@ def _largest(
     length = torch.finfo(w.dtype).eps ** 0.5 * (1.0 + norm(w))
     # The first direction is the same in every process and every run. It contains the gradient,
     # because the first step of the solver follows it.
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(w.numel(), generator=generator, dtype=torch.float64).to(w)
+    generator = torch.Generator("cpu").manual_seed(0)
+    v = torch.randn(w.numel(), generator=generator, dtype=torch.float64, device="cpu").to(w)
     v = v + _unit(start) * w.numel() ** 0.5
     for _ in range(steps):
         moved = feasible.project(w + length * _unit(v))

@@ -210,6 +210,11 @@ def precise_prox(
     near the minimiser. The loop stops when the gradient mapping :math:`\|d\|/\eta` is at most
     ``tolerance``, or when only rounding is left of it.
     """
+    if max_iterations < 1:
+        raise ValueError(
+            f"`precise_prox(max_iterations={max_iterations})` must be at least 1: without an "
+            "iteration z is y, and the Moreau gap would be 0 everywhere."
+        )
     z = y
     eta = rho
     slope = lower.gradient(z)

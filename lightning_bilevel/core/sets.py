@@ -94,8 +94,8 @@ class Box:
         self, lower: float | Sequence[float] | Tensor, upper: float | Sequence[float] | Tensor
     ) -> None:
         # float64 keeps a bound such as 0.1 exact until it meets the variable's own dtype.
-        self.lower = torch.as_tensor(lower, dtype=torch.float64).detach().clone()
-        self.upper = torch.as_tensor(upper, dtype=torch.float64).detach().clone()
+        self.lower = torch.as_tensor(lower, dtype=torch.float64, device="cpu").detach().clone()
+        self.upper = torch.as_tensor(upper, dtype=torch.float64, device="cpu").detach().clone()
         for name, bound in (("lower", self.lower), ("upper", self.upper)):
             if torch.isnan(bound).any():
                 raise ValueError(f"`{self!r}`: the {name} bound must not be NaN.")
@@ -186,7 +186,8 @@ class Ball:
         if not 0.0 < radius < torch.inf:
             raise ValueError(f"`Ball(radius={radius})` must be positive and finite.")
         self.radius = float(radius)
-        self.center = torch.as_tensor(center, dtype=torch.float64).detach().clone()
+        on_host = torch.as_tensor(center, dtype=torch.float64, device="cpu")
+        self.center = on_host.detach().clone()
 
     def __repr__(self) -> str:
         return f"Ball(radius={self.radius:g}, center={_short(self.center)})"

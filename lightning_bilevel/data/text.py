@@ -75,7 +75,7 @@ class TextSources:
                 f"Python: at this length there are {most} rows for each source."
             )
         self.trusted, self.test, code = code.tensor_split([_TRUSTED, _TRUSTED + _TEST])
-        parts = dict(zip(_SHUFFLED, code.split(rows), strict=False))
+        parts = dict(zip(_SHUFFLED, torch.split(code, rows), strict=False))
         made = {name: self._shuffled(part, _SHUFFLED[name]) for name, part in parts.items()}
         made["prose"] = prose[:rows]
         made["random"] = torch.randint(*_PRINTABLE, (rows, length + 1), generator=self._generator)

@@ -63,12 +63,13 @@ class WrittenBuffers:
         def values() -> tuple[float, float]:
             return problem.upper(x, y).value, problem.at(x, remember=False).value(y)
 
-        generator = torch.Generator().manual_seed(0)  # the same in all processes
+        generator = torch.Generator("cpu").manual_seed(0)  # the same in all processes
         with problem.uncounted():
             before = values()
             for buffer in self.live:
                 if buffer.is_floating_point():
-                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+                    numbers = torch.randn(buffer.shape, generator=generator, device="cpu")
+                    buffer.add_(numbers.to(buffer))
             problem.forget()  # remembered values would hide a change
             self.matter = values() != before
         problem.forget()

@@ -17,10 +17,11 @@ from lightning_bilevel.plugin.checkpoints import (
     LastPoint,
 )
 from lightning_bilevel.plugin.declared import DeclaredLevels
-from lightning_bilevel.plugin.streaming import (
-    MINI_BATCH_TOLERANCE,
-)
+from lightning_bilevel.plugin.polish import polished
+from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solving import Solution
 
 __all__ = ["CertifiedPoints"]
 
@@ -89,8 +90,13 @@ class CertifiedPoints(DeclaredLevels):
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
                 on mini-batches all data.
-            envelope: Another Moreau envelope than the module's.
-            tolerance: The accuracy of the proximal point.
+            envelope: The Moreau envelope; None is the module's. After a run on mini-batches the rho
+                of a solver such as StreamingIVSP is often so large that the proximal point takes
+                hundreds of passes. Then None takes a smaller one, from the curvature of g, with a
+                delta of the same meaning, and the certificate says so;
+                ``envelope=module.envelope`` insists on the solver's.
+            tolerance: The accuracy of the proximal point; None is 1e-9 in float64 and 1e-5 in
+                float32, and after a run on mini-batches 1e-3, or what gives R to delta/100.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
                 loaders alone, as monitors do in the middle of an epoch.
@@ -101,14 +107,16 @@ class CertifiedPoints(DeclaredLevels):
         """
         declared = self._declared()
         run = self._run
-        envelope = envelope or self.envelope
         stream = run.stream
+        # Monitors look at a sample: their curve needs one rho from beginning to end.
+        reachable = stream is not None and envelope is None and not sample
+        reachable = reachable and run.solver.envelope is not None
+        envelope = envelope or self.envelope
         if stream is not None and declared.adaptation is not None:
             return None
         problem: BilevelProblem | None = None
         if stream is not None and envelope is not None:
             problem, label = stream.evaluated(batch, sample, batches)
-            tolerance = tolerance or MINI_BATCH_TOLERANCE
         elif stream is None:
             current = run.batches.current if batch is None else self._problem_on(batch)
             problem, label = None if current is None else current.problem, ""
@@ -134,9 +142,51 @@ class CertifiedPoints(DeclaredLevels):
                 multiplier = run.solver.multiplier
             step = self.last_step
         limit = None if stream is None else passes
-        question = Question(problem, envelope, tolerance, multiplier, label, name, limit)
+        question = Question(problem, envelope, tolerance, multiplier, label, name, limit, reachable)
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(question, point, declared, step)
+
+    def polish(
+        self,
+        max_steps: int = 20,
+        solver: SolverCallable = IVSP,
+        *,
+        batches: int = 1000,
+        envelope: Envelope | None = None,
+        tolerance: float | None = None,
+        epsilon: float | None = None,
+    ) -> Solution:
+        """Make exact iterations on all data, from the point of a run on mini-batches.
+
+        f and g are those of the certificate: all data that the training loaders yield, in chunks
+        and in eval mode. So running statistics are constants, and there is no dropout. The module
+        keeps its point; ``module.restore((s.x, s.y), s.certificate.multiplier)`` makes a solution s
+        its result. Each iteration of IVSP takes some passes over all data.
+
+        Args:
+            max_steps: The number of outer iterations.
+            solver: Makes the solver, which starts anew: IVSP chooses its constants at this point.
+            batches: The most batches of a level. More data are a sample, and the certificate says
+                so.
+            envelope: The Moreau envelope of the certificate; None is that of the solver.
+            tolerance: The accuracy of the certificate's proximal point; None is 1e-3.
+            epsilon: End the iterations when all three KKT residuals are at most that.
+
+        Returns:
+            The last iterate with its certificate, and the point of the theorem with its own.
+        """
+        return polished(
+            type(self).__name__,
+            self._run.stream,
+            self._declared(),
+            self.point,
+            solver,
+            max_steps,
+            batches=batches,
+            envelope=envelope,
+            tolerance=tolerance,
+            epsilon=epsilon,
+        )
 
     def may_evaluate(self, share: float) -> bool:
         """Tell whether certificates took at most a share of the optimisation time so far.

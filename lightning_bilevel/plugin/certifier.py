@@ -12,10 +12,15 @@ from torch import Tensor
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.reachable import enough_accuracy, reachable_envelope
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["Certifier", "Question"]
+__all__ = ["MINI_BATCH_TOLERANCE", "Certifier", "Question"]
+
+# The accuracy of the proximal point in a certificate after mini-batches, as in the paper; a larger
+# one where it gives R all the same.
+MINI_BATCH_TOLERANCE = 1e-3
 
 
 class Question(NamedTuple):
@@ -24,11 +29,14 @@ class Question(NamedTuple):
     Attributes:
         problem: f and g.
         envelope: The Moreau envelope.
-        tolerance: The accuracy of the proximal point.
+        tolerance: The accuracy of the proximal point; None is what its dtype allows, or where
+            passes are limited, what R needs.
         multiplier: The multiplier that belongs to the point.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
         passes: The most passes of g for the proximal point; None for no such limit.
+        reachable: Whether an envelope whose proximal point takes too many passes gives way to one
+            with a smaller rho.
     """
 
     problem: BilevelProblem
@@ -38,6 +46,29 @@ class Question(NamedTuple):
     evaluated_on: str
     point: str = ""
     passes: int | None = None
+    reachable: bool = False
+
+    def settled(self, point: tuple[Tensor, Tensor]) -> Question:
+        """Return the question with the envelope and the accuracy that it is answered with."""
+        asked = self._within_reach(point) if self.reachable else self
+        if asked.tolerance is None and asked.passes is not None:
+            tolerance = max(MINI_BATCH_TOLERANCE, enough_accuracy(asked.envelope))
+            return asked._replace(tolerance=tolerance)
+        return asked
+
+    def _within_reach(self, point: tuple[Tensor, Tensor]) -> Question:
+        found = reachable_envelope(self.problem, *point, self.envelope)
+        if found == self.envelope:
+            return self
+        words = (
+            f"; rho = {found.rho:.2g} from the curvature of g and delta = {found.delta:.2g} of the "
+            f"same meaning, because the solver's rho = {self.envelope.rho:g} would take too many "
+            "passes"
+        )
+        # The multiplier of the solver belongs to its own envelope.
+        return self._replace(
+            envelope=found, multiplier=None, evaluated_on=f"{self.evaluated_on}{words}"
+        )
 
 
 def _limited(certificate: Certificate, question: Question) -> Certificate:
@@ -97,21 +128,26 @@ class Certifier:
             return last.certificate
         problem = question.problem
         began = time.perf_counter()
+        calls = problem.calls
+        with problem.uncounted():
+            asked = question.settled(point)
+            before = (problem.calls - calls).passes
         certificate = certify(
             problem,
             *point,
-            question.envelope,
-            multiplier=question.multiplier,
-            tolerance=question.tolerance,
+            asked.envelope,
+            multiplier=asked.multiplier,
+            tolerance=asked.tolerance,
             qualification=declared.qualification,
             kinks=declared.kinks(),
             start=self.start,
-            evaluated_on=question.evaluated_on,
-            point=question.point,
-            passes=question.passes,
+            evaluated_on=asked.evaluated_on,
+            point=asked.point,
+            passes=asked.passes,
         )
-        if question.tolerance is not None and certificate.tolerance > question.tolerance:
-            certificate = _limited(certificate, question)
+        certificate = replace(certificate, passes=before + certificate.passes)
+        if asked.tolerance is not None and certificate.tolerance > asked.tolerance:
+            certificate = _limited(certificate, asked)
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])

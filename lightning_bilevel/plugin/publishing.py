@@ -21,7 +21,8 @@ def publish_step(trainer: Any, info: StepInfo) -> None:
     """Give the record of a step to callbacks and progress bar, and to loggers at their interval."""
     metrics = info.metrics()
     # `self.log` would take milliseconds for this.
-    values = dict(zip(metrics, torch.tensor(list(metrics.values())).unbind(), strict=True))
+    numbers = torch.tensor(list(metrics.values()), device="cpu")
+    values = dict(zip(metrics, numbers.unbind(), strict=True))
     trainer.callback_metrics.update(values)
     trainer.progress_bar_metrics.update(info.shown())
     if is_logged(trainer, info.iteration):

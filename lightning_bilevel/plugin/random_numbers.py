@@ -32,8 +32,8 @@ class LossNumbers:
     def __init__(self, device: torch.device, state: dict[str, Tensor] | None = None) -> None:
         self._cuda = device if device.type == "cuda" else None
         if state is None:
-            seed = int(torch.randint(2**62, ()))
-            state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            state = {"cpu": torch.Generator("cpu").manual_seed(seed).get_state()}
             if self._cuda is not None:
                 state["cuda"] = torch.Generator(self._cuda).manual_seed(seed).get_state()
         self.state = state

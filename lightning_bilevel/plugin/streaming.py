@@ -26,7 +26,7 @@ from lightning_bilevel.plugin.whole_data import (
 )
 from lightning_bilevel.solvers.record import StreamInfo
 
-__all__ = ["MINI_BATCH_TOLERANCE", "Stream", "check_yielded", "has_changing_batches"]
+__all__ = ["Stream", "check_yielded", "has_changing_batches"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
@@ -34,8 +34,6 @@ _CARRY = (
     "Carry the number of each sample in the batch, as in `TensorDataset(inputs, labels, "
     "torch.arange(n))`."
 )
-# The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
-MINI_BATCH_TOLERANCE = 1e-3
 
 
 def check_yielded(call: str, trainer: Any) -> None:

@@ -32,7 +32,7 @@ from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 __all__ = ["BilevelOptimizer", "SolverCallable"]
 
 # The entries of a parameter group that are not hyper-parameters of the method.
-_NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
+_NOT_CONSTANT = ("params", "level", "name", "unit", "initial_lr")
 
 
 class BilevelOptimizer(LevelSteps, ABC):
@@ -272,8 +272,8 @@ class BilevelOptimizer(LevelSteps, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run; a state saved before groups had units is accepted too."""
-        newer = ("unit", *STEP_CONSTANTS)
+        """Load the state of a run; one saved before groups had units or names is accepted too."""
+        newer = ("unit", "name", *STEP_CONSTANTS)
         groups = [
             {**{name: mine[name] for name in newer if name in mine}, **saved}
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)

@@ -162,8 +162,14 @@ def check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, 
     rule = 'two groups, [{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]'
     if not all(isinstance(group, dict) for group in groups):
         raise TypeError(f"`{name}(params)` must be {rule}.")
+    # Lightning's LearningRateMonitor calls a rate by the name of its group.
     by_level = {
-        group.get("level"): {**group, "params": _as_list(group["params"])} for group in groups
+        group.get("level"): {
+            "name": group.get("level"),
+            **group,
+            "params": _as_list(group["params"]),
+        }
+        for group in groups
     }
     if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
         raise ValueError(

@@ -19,6 +19,8 @@ OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 
 # The longest piece that is stepped at once on a CPU.
 _PIECE = 1 << 16
+# Experiments are on the host, whatever the default device of the user is.
+_HOST = "cpu"
 # What an experiment may lose to rounding.
 _ROUNDING = 1e-9
 
@@ -41,7 +43,7 @@ class TorchRule:
         self._call = call
         self._optimizer: Optimizer | None = None
         self._pieces: list[nn.Parameter] = []
-        probe = self._made([nn.Parameter(torch.zeros(2))])
+        probe = self._made([nn.Parameter(torch.zeros(2, device=_HOST))])
         self.name = type(probe).__name__
         # The rate that the optimiser was made with.
         self.lr = _rate_of(probe, call)
@@ -192,7 +194,7 @@ class TorchRule:
 
     def _stepped(self, gradients: list[Tensor], size: int) -> list[Tensor]:
         """Return a vector of ones after each of some steps."""
-        parameter = nn.Parameter(torch.ones(size, dtype=torch.float64))
+        parameter = nn.Parameter(torch.ones(size, dtype=torch.float64, device=_HOST))
         optimizer = self._made([parameter])
         before = _settings(optimizer)
         path = []
@@ -217,12 +219,13 @@ class TorchRule:
         return True
 
     def _dense_trial(self) -> None:
-        self._stepped([torch.ones(2, dtype=torch.float64)], 2)
+        self._stepped([torch.ones(2, dtype=torch.float64, device=_HOST)], 2)
 
     def _leaves_untouched_alone(self) -> bool:
         """Tell whether it takes sparse gradients, and a coordinate outside of them stays."""
-        value = torch.ones(1, dtype=torch.float64)
-        gradients = [_sparse(torch.tensor([i]), value, torch.Size([2])) for i in (0, 1)]
+        value = torch.ones(1, dtype=torch.float64, device=_HOST)
+        indices = torch.split(torch.arange(2, device=_HOST), 1)
+        gradients = [_sparse(index, value, torch.Size([2])) for index in indices]
         try:
             first, second = self._stepped(gradients, 2)
         except (RuntimeError, NotImplementedError):
@@ -231,11 +234,12 @@ class TorchRule:
 
     def _is_elementwise(self) -> bool:
         """Tell whether [a, b] steps as a and b do apart."""
-        gradients = [
-            torch.tensor([1.0, -2.0, 4.5, 3e-3, 40.0, -0.1, 7.0, -60.0], dtype=torch.float64),
-            torch.tensor([-0.3, 1.0, -2.0, 1e-2, -9.0, 0.2, -5.0, 30.0], dtype=torch.float64),
+        numbers = [
+            [1.0, -2.0, 4.5, 3e-3, 40.0, -0.1, 7.0, -60.0],
+            [-0.3, 1.0, -2.0, 1e-2, -9.0, 0.2, -5.0, 30.0],
         ]
-        everywhere = torch.arange(8)
+        gradients = [torch.tensor(row, dtype=torch.float64, device=_HOST) for row in numbers]
+        everywhere = torch.arange(8, device=_HOST)
 
         def path(part: slice) -> Tensor:
             size = len(range(*part.indices(8)))
@@ -308,5 +312,10 @@ def _run(optimizer: Optimizer, *, sparse: bool) -> None:
 
 def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(
-        indices.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
+        indices.unsqueeze(0),
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=True,
+        check_invariants=False,
     )

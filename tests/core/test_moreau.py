@@ -369,6 +369,23 @@ class TestFloat32:
             < 1e-2
         )
 
+    @pytest.mark.parametrize("count", [0, -1])
+    @pytest.mark.parametrize("best_effort", [False, True])
+    def test_precise_prox_needs_an_iteration(self, count: int, best_effort: bool) -> None:
+        problem, x, y = self.cancelling(0)
+        message = rf"`precise_prox\(max_iterations={count}\)` must be at least 1: without an "
+        with pytest.raises(ValueError, match=message):
+            precise_prox(
+                problem.at(x), y, 0.7, Free(), max_iterations=count, best_effort=best_effort
+            )
+
+    def test_one_iteration_that_does_not_suffice_is_an_error_with_its_residual(self) -> None:
+        problem, x, y = self.cancelling(0)
+        with pytest.raises(
+            InnerLoopError, match=r"made 1 iterations with rho=0\.7 and its gradient"
+        ):
+            precise_prox(problem.at(x), y, 0.7, Free(), tolerance=1e-5, max_iterations=1)
+
     def cancelling(self, seed: int) -> tuple[BilevelProblem, Tensor, Tensor]:
         x = 1000 * torch.randn(20, generator=torch.Generator().manual_seed(seed))
         return (

@@ -22,7 +22,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_bilevel import F2SA, Envelope, StreamInfo, StreamingIVSP, TableRMS
+from lightning_bilevel import (
+    F2SA,
+    CertificateReport,
+    Envelope,
+    StreamInfo,
+    StreamingIVSP,
+    TableRMS,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 
@@ -301,7 +308,7 @@ class TestSchedulers:
         logger.save()
         text = (Path(logger.log_dir) / "metrics.csv").read_text()
         header = text.splitlines()[0].split(",")
-        assert {"lr-F2SA/pg1", "lr-F2SA/pg2"} <= set(header)
+        assert {"lr-F2SA/upper", "lr-F2SA/lower"} <= set(header)
 
     def test_a_plateau_is_looked_for_in_the_named_quantity(self, tmp_path: Path) -> None:
         class Constant(Streamed):
@@ -380,3 +387,36 @@ class TestCertificate:
         assert certificate.rho == 0.1
         assert certificate.own_multiplier
         assert certificate.multiplier == module.last_step.multiplier
+
+    def test_a_rho_that_is_out_of_reach_gives_way(self, tmp_path: Path, capsys: Any) -> None:
+        """To one from the curvature of g, which the certificate says; its multiplier is its own."""
+        solver = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
+        module = Streamed(solver=solver)
+        report = CertificateReport()
+        fitted(tmp_path, module, loaders(), callbacks=[report])
+        certificate = module.certify()
+        assert certificate is report.certificate
+        assert certificate.rho < 10.0
+        assert certificate.rho * certificate.sigma == pytest.approx(0.25)
+        # z to 1e-3, or R to a hundredth of delta: psi is within t^2/(2m) of its minimum.
+        modulus = 1 / certificate.rho - certificate.sigma
+        error = certificate.tolerance**2 / (2 * modulus)
+        assert certificate.tolerance == 1e-3 or error <= 1.0001e-2 * certificate.delta
+        assert not certificate.own_multiplier
+        words = f"; rho = {certificate.rho:.2g} from the curvature of g and delta ="
+        assert words in certificate.evaluated_on
+        cost = f"The certificate took {certificate.passes} passes over these data."
+        assert cost in " ".join(capsys.readouterr().out.split())
+        # At most 6 for the curvature, 20 for z with its start, and f, accuracy, y and the gap.
+        assert certificate.passes <= 6 + 21 + 5
+
+    def test_the_solver_s_own_can_be_insisted_on(self, tmp_path: Path) -> None:
+        solver = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
+        module = Streamed(solver=solver)
+        report = CertificateReport(envelope=Envelope(10.0, 0.0, 1e-3))
+        fitted(tmp_path, module, loaders(), callbacks=[report])
+        for own in (report.certificate, module.certify(envelope=module.envelope)):
+            assert own is not None
+            assert (own.rho, own.sigma) == (10.0, 0.0)
+            assert own.own_multiplier
+        assert module.certify(sample=True).rho == 10.0
