@@ -44,8 +44,7 @@ class CertificateReport(Callback):
 
     Args:
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-9 in float64 and 1e-5 in float32; after a run on mini-batches 1e-3, or what gives R
-            to delta/100.
+            1e-9 in float64 and 1e-5 in float32, and 1e-3 after a run on mini-batches.
         batches: After a run on mini-batches, the most batches of a level that the certificate looks
             at; 0 leaves it out, because it may cost as much as the run. The table says what data it
             is of, and how long it took.

@@ -15,27 +15,13 @@ gradient of g. So delta falls along with it, and a feasible point has the same b
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from lightning_bilevel.core.curvature import lower_curvature
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 
-__all__ = ["enough_accuracy", "reachable_envelope"]
-
-# What R may be wrong by, as a share of delta.
-_SHARE = 1e-2
-
-
-def enough_accuracy(envelope: Envelope) -> float:
-    r"""Return the accuracy of z, as the norm of a gradient mapping, that gives R to delta/100.
-
-    At a gradient mapping of norm t, psi is at most :math:`t^2/(2m)` above its minimum.
-    """
-    return math.sqrt(2 * envelope.modulus * _SHARE * envelope.delta)
-
+__all__ = ["reachable_envelope"]
 
 def reachable_envelope(
     problem: BilevelProblem, x: Tensor, y: Tensor, wanted: Envelope, steps: int = 5

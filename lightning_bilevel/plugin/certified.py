@@ -96,7 +96,7 @@ class CertifiedPoints(DeclaredLevels):
                 delta of the same meaning, and the certificate says so;
                 ``envelope=module.envelope`` insists on the solver's.
             tolerance: The accuracy of the proximal point; None is 1e-9 in float64 and 1e-5 in
-                float32, and after a run on mini-batches 1e-3, or what gives R to delta/100.
+                float32, and after a run on mini-batches 1e-3.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
                 loaders alone, as monitors do in the middle of an epoch.

@@ -12,14 +12,13 @@ from torch import Tensor
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
-from lightning_bilevel.core.reachable import enough_accuracy, reachable_envelope
+from lightning_bilevel.core.reachable import reachable_envelope
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["MINI_BATCH_TOLERANCE", "Certifier", "Question"]
 
-# The accuracy of the proximal point in a certificate after mini-batches, as in the paper; a larger
-# one where it gives R all the same.
+# The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
 MINI_BATCH_TOLERANCE = 1e-3
 
 
@@ -29,8 +28,8 @@ class Question(NamedTuple):
     Attributes:
         problem: f and g.
         envelope: The Moreau envelope.
-        tolerance: The accuracy of the proximal point; None is what its dtype allows, or where
-            passes are limited, what R needs.
+        tolerance: The accuracy of the proximal point; None is what its dtype allows, or 1e-3 where
+            passes are limited.
         multiplier: The multiplier that belongs to the point.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
@@ -52,8 +51,7 @@ class Question(NamedTuple):
         """Return the question with the envelope and the accuracy that it is answered with."""
         asked = self._within_reach(point) if self.reachable else self
         if asked.tolerance is None and asked.passes is not None:
-            tolerance = max(MINI_BATCH_TOLERANCE, enough_accuracy(asked.envelope))
-            return asked._replace(tolerance=tolerance)
+            return asked._replace(tolerance=MINI_BATCH_TOLERANCE)
         return asked
 
     def _within_reach(self, point: tuple[Tensor, Tensor]) -> Question:
