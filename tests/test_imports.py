@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
 ]
 TORCH_ONLY = {"core", "solvers", "report", "solving"}
 PUBLIC = [
+    "AID",
     "BOME",
     "Ball",
     "BilevelError",
@@ -36,6 +37,7 @@ PUBLIC = [
     "CleaningData",
     "ConvergencePlot",
     "ConvexSet",
+    "DARTS",
     "DatasetCleaning",
     "DigitsCleaning",
     "Envelope",
@@ -48,6 +50,7 @@ PUBLIC = [
     "FullBatchDataModule",
     "GlyphEpisodes",
     "HyperCleaning",
+    "ITD",
     "IVSP",
     "IVSPInfo",
     "IVSPMixin",
@@ -67,6 +70,7 @@ PUBLIC = [
     "Power",
     "Product",
     "SLM",
+    "SOBA",
     "Simplex",
     "SineProblem",
     "Solution",

@@ -79,6 +79,7 @@ class SolverMonitor(Monitor):
             "bilevel/calls_upper": now.upper_calls,
             "bilevel/calls_lower": now.lower_calls,
             "bilevel/calls_gap": now.gap_calls,
+            "bilevel/calls_products": now.product_calls,
             "bilevel/passes": now.passes,
             "bilevel/optimization_time": info.optimization_time,
         }

@@ -25,7 +25,7 @@ PALETTE = {
 # A solver has the same colour in every figure.
 _SOLVERS = dict(
     zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True)
-)
+) | {"AID": "#882255", "ITD": "#44AA99", "SOBA": "#999933", "DARTS": "#888888"}
 _STYLES = ("-", "--", ":", "-.")
 _BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 # The panels of a run. Each line has the name of its series, a label, a colour and a style.

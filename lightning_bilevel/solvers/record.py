@@ -13,7 +13,7 @@ from typing import ClassVar
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
-__all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
+__all__ = ["AdjointInfo", "MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,17 @@ class MultiplierInfo(StepInfo):
     multiplier: float
 
     LOGGED: ClassVar[tuple[str, ...]] = (*StepInfo.LOGGED, "multiplier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdjointInfo(StepInfo):
+    """The record of a method that solves a linear system with the second derivative of g.
+
+    Attributes:
+        indefinite: Whether the system had a direction of curvature 0 or less in this iteration.
+    """
+
+    indefinite: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ class TestContract:
             # Values without a gradient are no passes.
             assert count == {
                 "f": info.calls.upper,
-                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+                "g": info.calls.lower + 2 * info.calls.gap + info.calls.products + solver.values,
             }, k
             assert info.calls.passes == (solver.passes or info.calls.passes)
 
@@ -158,7 +158,7 @@ class TestContract:
             info = optimizer.step(problem=counted(problem, count, shift=1e-3 * k))
             assert count == {
                 "f": info.calls.upper,
-                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+                "g": info.calls.lower + 2 * info.calls.gap + info.calls.products + solver.values,
             }, k
 
     def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
@@ -180,7 +180,7 @@ class TestContract:
             tensors = {
                 name for name, value in state["state"][0].items() if isinstance(value, Tensor)
             }
-            assert tensors == ({solver.kept} if solver.kept else set())
+            assert tensors == {name for name in (solver.kept, solver.adjoint) if name}
             assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
         assert kinds[0] == kinds[1] == kinds[2]
         assert constants[0] == constants[1] == constants[2]
