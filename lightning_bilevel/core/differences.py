@@ -30,8 +30,8 @@ def difference_products(
         step: s; None for the cube root of the machine precision, which balances the two errors.
     """
     h = _length(y, v, step)
-    grad_x, plus, minus = lower.slopes(y + h * v, y - h * v)
-    return (plus - minus) / (2 * h), grad_x / (2 * h)
+    gap = lower.full_gap(y + h * v, y - h * v)
+    return (gap.grad_y - gap.grad_z) / (2 * h), gap.grad_x / (2 * h)
 
 
 def difference_curvature(

@@ -20,6 +20,7 @@ from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 from lightning_bilevel.core.stamp import Stamp
 
 __all__ = [
+    "FullGap",
     "Function",
     "Gap",
     "LowerLevel",
@@ -87,6 +88,16 @@ class Gap(NamedTuple):
     value_z: float
     grad_x: Tensor
     grad_y: Tensor
+
+
+class FullGap(NamedTuple):
+    """g(x, y) and g(x, z), the gradient of their difference in x, and each in its own point."""
+
+    value_y: float
+    value_z: float
+    grad_x: Tensor
+    grad_y: Tensor
+    grad_z: Tensor
 
 
 class Products(NamedTuple):
@@ -216,19 +227,37 @@ class LowerLevel:
         point = self._point(y)
         if self._kept is not None and self._kept[0].is_still(y):
             # The gradient in y was kept, so the backward pass goes to x only.
-            (value_y, value_z), (grad_x,) = self._difference(point, self._point(z), (self.x,))
+            (value_y, value_z), (grad_x,) = self._difference(point, z, (self.x,))
             grad_y = self._kept[1]
         else:
-            (value_y, value_z), (grad_x, new) = self._difference(
-                point, self._point(z), (self.x, point.leaf)
-            )
+            (value_y, value_z), (grad_x, new) = self._difference(point, z, (self.x, point.leaf))
             grad_y = coupled("g", new)
         return Gap(value_y, value_z, or_zeros(grad_x, self.x), grad_y)
 
     def gap_x(self, y: Tensor, z: Tensor) -> tuple[float, Tensor]:
         """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
-        (value_y, _), (grad,) = self._difference(self._point(y), self._point(z), (self.x,))
+        (value_y, _), (grad,) = self._difference(self._point(y), z, (self.x,))
         return value_y, or_zeros(grad, self.x)
+
+    def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
+        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z.
+
+        This too is one backward pass. Nothing is remembered: such points are visited once.
+        """
+        # Two points of their own: y and z may be one tensor, and then have a gradient each.
+        first = _Point(Stamp(y), leaf(y))
+        second = _Point(Stamp(z), leaf(z))
+        inputs = (self.x, first.leaf, second.leaf)
+        (value_y, value_z), (grad_x, grad_y, minus_grad_z) = self._differentiate_pair(
+            first, second, inputs
+        )
+        return FullGap(
+            value_y,
+            value_z,
+            or_zeros(grad_x, self.x),
+            coupled("g", grad_y),
+            -coupled("g", minus_grad_z),
+        )
 
     def products(self, y: Tensor, v: Tensor) -> Products:
         """Return the products of the second derivatives of g at (x, y) with v, and the gradient.
@@ -245,16 +274,6 @@ class LowerLevel:
         _, (grad_y, yy) = self._twice(point, v, (point.leaf,))
         coupled("g", grad_y)
         return or_zeros(yy, y)
-
-    def slopes(self, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of g(x, y) - g(x, z) in x, and those of g(x, .) at y and at z.
-
-        This is one backward pass, counted as a gap.
-        """
-        first, second = (_Point(Stamp(v), leaf(v)) for v in (y, z))
-        inputs = (self.x, first.leaf, second.leaf)
-        _, (grad_x, grad_y, minus_grad_z) = self._difference(first, second, inputs)
-        return or_zeros(grad_x, self.x), coupled("g", grad_y), -coupled("g", minus_grad_z)
 
     def _twice(
         self, point: _Point, v: Tensor, inputs: tuple[Tensor, ...]
@@ -293,6 +312,12 @@ class LowerLevel:
         ]
 
     def _difference(
+        self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[tuple[float, float], list[Tensor | None]]:
+        """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
+        return self._differentiate_pair(y, self._point(z), inputs)
+
+    def _differentiate_pair(
         self, y: _Point, z: _Point, inputs: tuple[Tensor, ...]
     ) -> tuple[tuple[float, float], list[Tensor | None]]:
         """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
@@ -300,13 +325,11 @@ class LowerLevel:
         # The backward pass uses up the graph of the features.
         graph = self._graph
         self._graph = None
-        in_x_alone = len(inputs) == 1
-        not_in_z = len(inputs) < 3
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
             features = term.features_at(self.x) if graph is None else graph
-            first = term.loss(features, y.outputs(term, constant=in_x_alone))
-            return first, term.loss(features, z.outputs(term, constant=not_in_z))
+            first = term.loss(features, y.outputs(term, constant=len(inputs) < 2))
+            return first, term.loss(features, z.outputs(term, constant=len(inputs) < 3))
 
         pairs = [partial(pair, term) for term in self._terms]
         return self._passes.differentiate_difference(

@@ -140,6 +140,11 @@ class BilevelProblem:
         """Sums a tensor over the processes that share the data; None for a single process."""
         return self._passes.reduce
 
+    @property
+    def upper_has_x(self) -> bool | None:
+        """Whether f depends on x; None before the first gradient of f in x."""
+        return self._upper_has_x
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count the evaluations inside, such as those of a check or a certificate."""
@@ -204,11 +209,6 @@ class BilevelProblem:
         slope = coupled("f", grad_y)
         self._upper_has_x = grad_x is not None
         return Upper(value, or_zeros(grad_x, x), slope)
-
-    @property
-    def upper_depends_on_x(self) -> bool | None:
-        """Whether f depends on x directly; None before its first gradient in x."""
-        return self._upper_has_x
 
     def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the gradient of f in x alone.

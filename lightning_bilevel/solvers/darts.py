@@ -90,7 +90,7 @@ class DARTS(BilevelOptimizer):
         if c["xi"] == 0.0:
             f = problem.upper(x, y)
             d_x = f.grad_x
-            if not problem.upper_depends_on_x:
+            if not problem.upper_has_x:
                 raise BilevelError(
                     "`DARTS(xi=0.0)` moves x along the gradient of f in x alone, and the "
                     "upper-level function f does not depend on x directly: x would never move. "
