@@ -22,7 +22,8 @@ from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["AID"]
 
@@ -77,6 +78,11 @@ class AID(BilevelOptimizer):
         tolerance: Conjugate gradients stop at this residual, relative to the right-hand side.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The tolerance is that of the package hypertorch; the other defaults are generic.
@@ -111,6 +117,10 @@ class AID(BilevelOptimizer):
         damping: float = 0.0,
         tolerance: float = 1e-10,
         products: Ways = "autograd",
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "alpha": alpha,
@@ -138,7 +148,12 @@ class AID(BilevelOptimizer):
                 "products": get_args(Ways),
             },
         )
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
+        steps = step_constants("AID", upper_clip=upper_clip, lower_clip=lower_clip)
+        super().__init__(
+            params,
+            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer},
+        )
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
@@ -150,7 +165,9 @@ class AID(BilevelOptimizer):
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
         here = problem.at(x)
-        descent = descend_to(here, y, beta, c["T"], 1, problem.lower_set)
+        descent = descend_to(
+            here, y, beta, c["T"], 1, problem.lower_set, rule=self.rule("lower", plain)
+        )
         y_new = descent.y
         f = problem.upper(x, y_new)
         face = face_at(problem.lower_set, descent.before[-1])
@@ -174,7 +191,7 @@ class AID(BilevelOptimizer):
             "AID", self.memory["indefinite"], solved.curvature, c["damping"], consequence
         )
         d_x = f.grad_x - mixed(here, y_new, solved.v, c["products"])
-        x_new = plain(x, d_x, alpha, problem.upper_set)
+        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
         if c["warm_start"] and c["linear_solver"] != "neumann":
             self.memory["v"] = solved.v
         info = AdjointInfo(

@@ -16,7 +16,8 @@ from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["DARTS"]
 
@@ -51,6 +52,11 @@ class DARTS(BilevelOptimizer):
         beta: :math:`\beta_k`, the step of y.
         xi: :math:`\xi`, the step that is differentiated; the paper takes that of y. 0 is the
             first-order form, which is refused if f does not depend on x: x would never move.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -71,6 +77,10 @@ class DARTS(BilevelOptimizer):
         alpha: float | Power = 0.01,
         beta: float | Power = 0.01,
         xi: float = 0.01,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
     ) -> None:
         constants = checked_arguments(
             "DARTS",
@@ -78,7 +88,12 @@ class DARTS(BilevelOptimizer):
             schedules=("alpha", "beta"),
             nonnegative=("xi",),
         )
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
+        steps = step_constants("DARTS", upper_clip=upper_clip, lower_clip=lower_clip)
+        super().__init__(
+            params,
+            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer},
+        )
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -102,10 +117,10 @@ class DARTS(BilevelOptimizer):
             f = problem.upper(x, problem.lower_set.project(ahead))
             p = face_at(problem.lower_set, ahead).differential(f.grad_y)
             d_x = f.grad_x - c["xi"] * _mixed(here, y, p)
-        x_new = plain(x, d_x, alpha, problem.upper_set)
+        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
         # y moves at the new x.
         lower, slope = problem.at(x_new).value_and_gradient(y)
-        y_new = plain(y, slope, beta, problem.lower_set)
+        y_new = self.rule("lower")(y, slope, beta, problem.lower_set)
         info = StepInfo(upper=f.value, lower=lower, inner_iterations=1, lr=alpha)
         return x_new, y_new, info
 

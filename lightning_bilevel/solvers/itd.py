@@ -14,7 +14,8 @@ from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, descend_to, products
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["ITD"]
 
@@ -55,6 +56,9 @@ class ITD(BilevelOptimizer):
         K: The steps that are differentiated, at most T; None for all.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        upper_clip: The largest norm of the direction of x; None for no bound.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -80,6 +84,8 @@ class ITD(BilevelOptimizer):
         T: int = 10,
         K: int | None = None,
         products: Ways = "autograd",
+        upper_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "alpha": alpha,
@@ -100,7 +106,12 @@ class ITD(BilevelOptimizer):
                 f"`ITD(K={K}, T={T})`: K must be at most T, because there are T steps to "
                 "differentiate. K=None differentiates all of them."
             )
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
+        steps = step_constants("ITD", upper_clip=upper_clip, lower_clip=None)
+        super().__init__(
+            params,
+            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
+            {"upper": upper_optimizer},
+        )
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -124,6 +135,6 @@ class ITD(BilevelOptimizer):
             yy, xy = products(here, y_t, p, c["products"])
             d_x = d_x - beta * xy
             p = p - beta * yy
-        x_new = plain(x, d_x, alpha, problem.upper_set)
+        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
         info = StepInfo(upper=f.value, lower=descent.lower, inner_iterations=T, lr=alpha)
         return x_new, descent.y, info

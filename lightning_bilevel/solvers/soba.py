@@ -18,7 +18,8 @@ from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["SOBA"]
 
@@ -53,6 +54,11 @@ class SOBA(BilevelOptimizer):
             another one.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -75,6 +81,10 @@ class SOBA(BilevelOptimizer):
         beta: float | Power = 0.01,
         damping: float = 0.0,
         products: Ways = "autograd",
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "alpha": alpha,
@@ -89,7 +99,12 @@ class SOBA(BilevelOptimizer):
             nonnegative=("damping",),
             choices={"products": get_args(Ways)},
         )
-        super().__init__(params, {"lr": value_at(constants["alpha"], 0), **constants})
+        steps = step_constants("SOBA", upper_clip=upper_clip, lower_clip=lower_clip)
+        super().__init__(
+            params,
+            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer},
+        )
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
@@ -118,8 +133,8 @@ class SOBA(BilevelOptimizer):
             c["damping"],
             "The steps of v may diverge.",
         )
-        x_new = plain(x, f.grad_x - xy, alpha, problem.upper_set)
-        y_new = plain(y, slope, beta, problem.lower_set)
+        x_new = self.rule("upper")(x, f.grad_x - xy, alpha, problem.upper_set)
+        y_new = self.rule("lower")(y, slope, beta, problem.lower_set)
         self.memory["v"] = face.tangent(v - beta * (Av - f.grad_y))
         info = AdjointInfo(
             upper=f.value,
