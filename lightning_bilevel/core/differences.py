@@ -5,6 +5,10 @@ r"""Products of the second derivatives of g with a vector, as central difference
 
 They are for functions that torch cannot differentiate twice. Their error is of the order of
 :math:`s^2`, plus that of rounding over s. Both points may lie outside Y.
+
+Double differentiation finds out about such a function, with one exception: if it is marked
+``once_differentiable`` and its result enters the loss linearly, torch takes its curvature for 0
+without a trace, and only a comparison with these differences shows it.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ class Passes:
     def __init__(self, reduce: Reduce | None = None, calls: Calls | None = None) -> None:
         self.reduce = reduce
         self.calls = Calls() if calls is None else calls
+        # Whether a function has been differentiated twice, so that it need not be checked again.
+        self._differentiable = False
 
     def value(
         self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]
@@ -150,11 +152,14 @@ class Passes:
             (slope,) = torch.autograd.grad(value, (y,), create_graph=True, allow_unused=True)
             if slope is None or not slope.requires_grad:
                 return [slope, *(None for _ in inputs)]
+            if not self._differentiable:
+                _check_differentiable(name, slope)
             second = _second(name, slope, inputs, v)
             return [slope.detach(), *second]
 
         singles = [_as_tuple(term) for term in terms]
         (value,), grads = self._sum(name, singles, _identity, (y, *inputs), by=twice)
+        self._differentiable = True
         return value, grads
 
     def _sum(
@@ -259,13 +264,34 @@ def _second(name: str, slope: Tensor, inputs: tuple[Tensor, ...], v: Tensor) -> 
             torch.autograd.grad(slope, inputs, grad_outputs=v, retain_graph=True, allow_unused=True)
         )
     except RuntimeError as error:
-        told = str(error)
-        if "differentiate twice" not in told and "is not implemented" not in told:
+        if "is not implemented" not in str(error):
             raise
-        raise BilevelError(
-            f'{NAMES[name]} has no second derivatives here ("{told}"): take them as differences of '
-            'gradients, `products="difference"` of the solver.'
-        ) from error
+        raise BilevelError(_no_second(name, str(error))) from error
+
+
+def _no_second(name: str, told: str) -> str:
+    return (
+        f"{NAMES[name]} has no second derivatives here ({told}): take them as differences of "
+        'gradients, `products="difference"` of the solver.'
+    )
+
+
+def _check_differentiable(name: str, slope: Tensor) -> None:
+    """Refuse a gradient that was computed by a function marked ``once_differentiable``.
+
+    torch marks its result by a node that raises an error. That node has no inputs, so a backward
+    pass to chosen inputs never comes there: it would take the result for a constant.
+    """
+    waiting = [slope.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("Error"):
+            raise BilevelError(_no_second(name, "a function in it is marked once_differentiable"))
+        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _as_tuple(term: Callable[[], Tensor]) -> Callable[[], tuple[Tensor]]:

@@ -66,7 +66,9 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
         *(task.name for task in TASKS),
     ]
     assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
-    assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
+    told = "\n".join(lines)
+    assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
+    assert "aid, bome, darts, f2sa, itd, ivsp, meha, pngbio, slm, soba, vpbgd" in told
     for task in TASKS:
         data = yaml.safe_load((folder() / task.name / "ivsp.yaml").read_text())["data"][
             "class_path"
