@@ -88,12 +88,13 @@ class AID(BilevelOptimizer):
     The tolerance is that of the package hypertorch; the other defaults are generic.
 
     References:
-        Pedregosa: Hyperparameter Optimization with Approximate Gradient. ICML 2016.
-        Grazzi, Franceschi, Pontil, Salzo: On the Iteration Complexity of Hypergradient Computation.
-            ICML 2020.
-        Ji, Yang, Liang: Bilevel Optimization: Convergence Analysis and Enhanced Design. ICML 2021.
-        Arbel, Mairal: Amortized Implicit Differentiation for Stochastic Bilevel Optimization. ICLR
-            2022.
+        - Pedregosa: Hyperparameter Optimization with Approximate Gradient. ICML 2016.
+        - Grazzi, Franceschi, Pontil, Salzo: On the Iteration Complexity of Hypergradient
+          Computation. ICML 2020.
+        - Ji, Yang, Liang: Bilevel Optimization: Convergence Analysis and Enhanced Design. ICML
+          2021.
+        - Arbel, Mairal: Amortized Implicit Differentiation for Stochastic Bilevel Optimization.
+          ICLR 2022.
 
     Notes:
         The updates were read in public implementations (hypertorch, benchopt's benchmark); the

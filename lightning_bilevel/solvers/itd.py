@@ -64,10 +64,10 @@ class ITD(BilevelOptimizer):
     The defaults are generic.
 
     References:
-        Franceschi, Donini, Frasconi, Pontil: Forward and Reverse Gradient-Based Hyperparameter
-            Optimization. ICML 2017.
-        Shaban, Cheng, Hatch, Boots: Truncated Back-propagation for Bilevel Optimization. AISTATS
-            2019.
+        - Franceschi, Donini, Frasconi, Pontil: Forward and Reverse Gradient-Based Hyperparameter
+          Optimization. ICML 2017.
+        - Shaban, Cheng, Hatch, Boots: Truncated Back-propagation for Bilevel Optimization. AISTATS
+          2019.
 
     Notes:
         The recursion was read in public implementations (hypertorch, BOAT); the rates are quoted
