@@ -60,11 +60,15 @@ from lightning_bilevel.modules.detection import missed_errors as missed_errors
 from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin
+from lightning_bilevel.solvers import AID as AID
 from lightning_bilevel.solvers import BOME as BOME
+from lightning_bilevel.solvers import DARTS as DARTS
 from lightning_bilevel.solvers import F2SA as F2SA
+from lightning_bilevel.solvers import ITD as ITD
 from lightning_bilevel.solvers import IVSP as IVSP
 from lightning_bilevel.solvers import MEHA as MEHA
 from lightning_bilevel.solvers import SLM as SLM
+from lightning_bilevel.solvers import SOBA as SOBA
 from lightning_bilevel.solvers import VPBGD as VPBGD
 from lightning_bilevel.solvers import BilevelOptimizer as BilevelOptimizer
 from lightning_bilevel.solvers import IVSPInfo as IVSPInfo

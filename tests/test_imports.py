@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
 ]
 TORCH_ONLY = {"core", "solvers", "report", "solving"}
 PUBLIC = [
+    "AID",
     "Adaptation",
     "BOME",
     "Ball",
@@ -41,6 +42,7 @@ PUBLIC = [
     "ConstantAffineSegments",
     "ConvergencePlot",
     "ConvexSet",
+    "DARTS",
     "DatasetCleaning",
     "DigitsCleaning",
     "Envelope",
@@ -53,6 +55,7 @@ PUBLIC = [
     "FullBatchDataModule",
     "GlyphEpisodes",
     "HyperCleaning",
+    "ITD",
     "IVSP",
     "IVSPInfo",
     "IVSPMixin",
@@ -74,6 +77,7 @@ PUBLIC = [
     "Reweighted",
     "ReweightedSigmoidNetwork",
     "SLM",
+    "SOBA",
     "Simplex",
     "SineProblem",
     "Solution",

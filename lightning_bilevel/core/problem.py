@@ -2,8 +2,9 @@ r"""The bilevel problem as a first-order oracle over flat vectors.
 
 .. math:: \min_{x \in X,\, y \in Y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_{u \in Y} g(x, u)
 
-Every method of the library uses three evaluations, each of them one pass: f with its gradients, the
-gradient of g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
+A first-order method uses three evaluations: f with its gradients, the gradient of g(x, .) at some
+z, and the gap g(x, y) - g(x, z) with its gradients. A hypergradient uses a fourth: products of the
+second derivatives of g with a vector. :class:`Calls` says how many passes each of them is.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class BilevelProblem:
         >>> problem.at(torch.tensor([2.0])).gradient(torch.tensor([3.0]))
         tensor([2.])
         >>> problem.calls
-        Calls(upper=1, lower=1, gap=0)
+        Calls(upper=1, lower=1, gap=0, products=0)
     """
 
     def __init__(
@@ -160,6 +161,11 @@ class BilevelProblem:
     def reduce(self) -> Reduce | None:
         """Sums a tensor over the processes that share the data; None for a single process."""
         return self._passes.reduce
+
+    @property
+    def upper_has_x(self) -> bool | None:
+        """Whether f depends on x; None before the first gradient of f in x."""
+        return self._upper_has_x
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ class Tally:
         upper_calls: Evaluations of f.
         lower_calls: Evaluations of the gradient of g(x, .).
         gap_calls: Evaluations of g(x, y) - g(x, z).
+        product_calls: Products of second derivatives of g with a vector.
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
         halvings: How often the inner step was halved.
@@ -35,6 +36,7 @@ class Tally:
     upper_calls: int = 0
     lower_calls: int = 0
     gap_calls: int = 0
+    product_calls: int = 0
     trials: int = 0
     capped: int = 0
     halvings: int = 0
@@ -45,8 +47,8 @@ class Tally:
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of f or g; the gap goes forward through g twice."""
-        return self.upper_calls + self.lower_calls + 2 * self.gap_calls
+        """Forward and backward passes of f or g; a gap and a product are two passes each."""
+        return self.upper_calls + self.lower_calls + 2 * (self.gap_calls + self.product_calls)
 
     def add(self, info: StepInfo) -> None:
         """Count one iteration."""
@@ -55,6 +57,7 @@ class Tally:
         self.upper_calls += info.calls.upper
         self.lower_calls += info.calls.lower
         self.gap_calls += info.calls.gap
+        self.product_calls += info.calls.products
         if isinstance(info, PenaltyInfo):
             self.penalised = True
             self.trials += info.trials

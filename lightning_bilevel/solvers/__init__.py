@@ -1,9 +1,12 @@
 """The methods, one file each."""
 
+from lightning_bilevel.solvers.aid import AID as AID
 from lightning_bilevel.solvers.base import BilevelOptimizer as BilevelOptimizer
 from lightning_bilevel.solvers.base import SolverCallable as SolverCallable
 from lightning_bilevel.solvers.bome import BOME as BOME
+from lightning_bilevel.solvers.darts import DARTS as DARTS
 from lightning_bilevel.solvers.f2sa import F2SA as F2SA
+from lightning_bilevel.solvers.itd import ITD as ITD
 from lightning_bilevel.solvers.ivsp import IVSP as IVSP
 from lightning_bilevel.solvers.ivsp import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers.meha import MEHA as MEHA
@@ -11,6 +14,7 @@ from lightning_bilevel.solvers.pngbio import PNGBiO as PNGBiO
 from lightning_bilevel.solvers.record import StepInfo as StepInfo
 from lightning_bilevel.solvers.record import StreamInfo as StreamInfo
 from lightning_bilevel.solvers.slm import SLM as SLM
+from lightning_bilevel.solvers.soba import SOBA as SOBA
 from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP as StreamingIVSP
 from lightning_bilevel.solvers.table_rms import TableRMS as TableRMS
 from lightning_bilevel.solvers.vpbgd import VPBGD as VPBGD

@@ -13,7 +13,14 @@ from typing import Any, ClassVar, TypeVar
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
-__all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo", "StreamInfo"]
+__all__ = [
+    "AdjointInfo",
+    "MultiplierInfo",
+    "PenaltyInfo",
+    "Progress",
+    "StepInfo",
+    "StreamInfo",
+]
 
 
 Info = TypeVar("Info", bound="StepInfo")
@@ -109,6 +116,17 @@ class MultiplierInfo(StepInfo):
     multiplier: float
 
     LOGGED: ClassVar[tuple[str, ...]] = (*StepInfo.LOGGED, "multiplier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdjointInfo(StepInfo):
+    """The record of a method that solves a linear system with the second derivative of g.
+
+    Attributes:
+        indefinite: Whether the system had a direction of curvature 0 or less in this iteration.
+    """
+
+    indefinite: bool
 
 
 @dataclass(frozen=True, kw_only=True)

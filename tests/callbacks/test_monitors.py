@@ -402,11 +402,14 @@ class TestSolverMonitor:
         )
         run.fit(weighting(solver), datamodule=weighting_data())
         steps = recorder.steps
-        total = {
-            name: sum(step["calls"][name] for step in steps) for name in ("upper", "lower", "gap")
-        }
-        assert {name: getattr(monitor.tally, f"{name}_calls") for name in total} == total
-        assert monitor.tally.passes == total["upper"] + total["lower"] + 2 * total["gap"]
+        counts = ("upper", "lower", "gap", "products")
+        total = {name: sum(step["calls"][name] for step in steps) for name in counts}
+        tally = monitor.tally
+        counted = (tally.upper_calls, tally.lower_calls, tally.gap_calls, tally.product_calls)
+        assert dict(zip(counts, counted, strict=True)) == total
+        doubled = total["gap"] + total["products"]
+        assert tally.passes == total["upper"] + total["lower"] + 2 * doubled
+        assert list(series(logger, "calls_products").values())[-1] == total["products"]
         assert monitor.tally.inner_iterations == sum(step["inner_iterations"] for step in steps)
         inner = series(logger, "mean_inner_iterations")
         assert list(inner) == [1, 5, 10, 15, 20, 23]

@@ -66,7 +66,10 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
         *(task.name for task in TASKS),
     ]
     assert {task.name for task in TASKS} == {path.name for path in CONFIGS.iterdir()}
-    assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in "\n".join(lines)
+    told = "\n".join(lines)
+    assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
+    for task in ("synthetic", "digits"):
+        assert ", ".join(f"{task}/{name}" for name in ("aid", "darts", "itd", "soba")) in told
     assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
     for task in TASKS:
         config = next((folder() / task.name).glob("*ivsp.yaml")).read_text()

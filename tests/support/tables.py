@@ -19,11 +19,15 @@ import torch
 from helpers import PROBLEMS, Problem, paper_constants
 
 from lightning_bilevel import (
+    AID,
     BOME,
+    DARTS,
     F2SA,
+    ITD,
     IVSP,
     MEHA,
     SLM,
+    SOBA,
     VPBGD,
     BilevelOptimizer,
     PNGBiO,
@@ -45,6 +49,7 @@ class Solver:
             not vary.
         values: How often an iteration evaluates g besides its passes, for the value alone.
         kept: The inner variable in its state.
+        adjoint: The vector in its state that is no point of Y.
         given: What a problem of the table gives besides.
         steps: What it needs for a KKT point of every problem of the table, if that is not the
             problem's own number.
@@ -56,6 +61,7 @@ class Solver:
     passes: int | None = None
     values: int = 0
     kept: str | None = None
+    adjoint: str | None = None
     given: Callable[[Problem], dict[str, Any]] = lambda problem: {}
     steps: int = 0
 
@@ -115,6 +121,30 @@ SOLVERS = {
             kept="w",
         ),
         Solver("bome", BOME, {"xi": 0.02, "alpha": 0.05, "T": 3}, 3 + 3),
+        # The damping is for the nonconvex problems and for the one with a plane of minimisers.
+        Solver(
+            "aid",
+            AID,
+            {"alpha": 0.02, "beta": 0.1, "T": 3, "N": 3, "damping": 2.0},
+            adjoint="v",
+        ),
+        Solver(
+            "aid-fixed-point",
+            AID,
+            {
+                "alpha": 0.02,
+                "beta": 0.1,
+                "T": 3,
+                "N": 2,
+                "linear_solver": "fixed_point",
+                "damping": 2.0,
+            },
+            3 + 1 + 2 * 3,
+            adjoint="v",
+        ),
+        Solver("itd", ITD, {"alpha": 0.02, "beta": 0.1, "T": 4, "K": 3}, 4 + 1 + 2 * 3),
+        Solver("soba", SOBA, {"alpha": 0.02, "beta": 0.1, "damping": 2.0}, 3, adjoint="v"),
+        Solver("darts", DARTS, {"alpha": 0.02, "beta": 0.1, "xi": 0.1}, 5),
     )
 }
 
