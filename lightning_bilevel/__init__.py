@@ -47,13 +47,17 @@ from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin
 from lightning_bilevel.solvers import BOME as BOME
+from lightning_bilevel.solvers import F2BA as F2BA
 from lightning_bilevel.solvers import F2SA as F2SA
 from lightning_bilevel.solvers import IVSP as IVSP
 from lightning_bilevel.solvers import MEHA as MEHA
 from lightning_bilevel.solvers import SLM as SLM
 from lightning_bilevel.solvers import VPBGD as VPBGD
 from lightning_bilevel.solvers import BilevelOptimizer as BilevelOptimizer
+from lightning_bilevel.solvers import HJFBiO as HJFBiO
 from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
+from lightning_bilevel.solvers import LuMei as LuMei
+from lightning_bilevel.solvers import PBGDFree as PBGDFree
 from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo

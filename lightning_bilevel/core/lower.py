@@ -20,6 +20,7 @@ from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 from lightning_bilevel.core.stamp import Stamp
 
 __all__ = [
+    "FullGap",
     "Function",
     "Gap",
     "LowerLevel",
@@ -86,6 +87,16 @@ class Gap(NamedTuple):
     value_z: float
     grad_x: Tensor
     grad_y: Tensor
+
+
+class FullGap(NamedTuple):
+    """g(x, y) and g(x, z), and the gradients: of their difference in x, of each in its point."""
+
+    value_y: float
+    value_z: float
+    grad_x: Tensor
+    grad_y: Tensor
+    grad_z: Tensor
 
 
 class _Point(NamedTuple):
@@ -211,6 +222,26 @@ class LowerLevel:
         (value_y, _), (grad,) = self._difference(self._point(y), z, (self.x,))
         return value_y, or_zeros(grad, self.x)
 
+    def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
+        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z.
+
+        This too is one backward pass. Nothing is remembered: such points are visited once.
+        """
+        # Two points of their own: y and z may be one tensor, and then have a gradient each.
+        first = _Point(Stamp(y), leaf(y))
+        second = _Point(Stamp(z), leaf(z))
+        inputs = (self.x, first.leaf, second.leaf)
+        (value_y, value_z), (grad_x, grad_y, minus_grad_z) = self._differentiate_pair(
+            first, second, inputs
+        )
+        return FullGap(
+            value_y,
+            value_z,
+            or_zeros(grad_x, self.x),
+            coupled("g", grad_y),
+            -coupled("g", minus_grad_z),
+        )
+
     def _point(self, y: Tensor, remember: bool = True) -> _Point:
         return self._recent.at(y, self._outputs, remember)
 
@@ -229,17 +260,21 @@ class LowerLevel:
         self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]
     ) -> tuple[tuple[float, float], list[Tensor | None]]:
         """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
-        other = self._point(z)
+        return self._differentiate_pair(y, self._point(z), inputs)
+
+    def _differentiate_pair(
+        self, y: _Point, z: _Point, inputs: tuple[Tensor, ...]
+    ) -> tuple[tuple[float, float], list[Tensor | None]]:
+        """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
         self._passes.calls += Calls(gap=1)
         # The backward pass uses up the graph of the features.
         graph = self._graph
         self._graph = None
-        in_x_alone = len(inputs) == 1
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
             features = term.features_at(self.x) if graph is None else graph
-            first = term.loss(features, y.outputs(term, constant=in_x_alone))
-            return first, term.loss(features, other.outputs(term, constant=True))
+            first = term.loss(features, y.outputs(term, constant=len(inputs) < 2))
+            return first, term.loss(features, z.outputs(term, constant=len(inputs) < 3))
 
         pairs = [partial(pair, term) for term in self._terms]
         return self._passes.differentiate_difference(

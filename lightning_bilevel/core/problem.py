@@ -139,6 +139,11 @@ class BilevelProblem:
         """Sums a tensor over the processes that share the data; None for a single process."""
         return self._passes.reduce
 
+    @property
+    def upper_has_x(self) -> bool | None:
+        """Whether f depends on x; None before the first gradient of f in x."""
+        return self._upper_has_x
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count the evaluations inside, such as those of a check or a certificate."""
