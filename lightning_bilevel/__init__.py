@@ -61,6 +61,9 @@ from lightning_bilevel.solvers import PBGDFree as PBGDFree
 from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo
+from lightning_bilevel.solvers import StreamInfo as StreamInfo
+from lightning_bilevel.solvers import StreamingIVSP as StreamingIVSP
+from lightning_bilevel.solvers import TableRMS as TableRMS
 from lightning_bilevel.solvers.schedule import Power as Power
 from lightning_bilevel.solving import Solution as Solution
 from lightning_bilevel.solving import solve as solve

@@ -14,7 +14,19 @@ from torch import Tensor
 from lightning_bilevel.core.errors import NonFiniteError
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["NAMES", "Calls", "Passes", "Reduce", "coupled", "leaf", "or_zeros"]
+__all__ = [
+    "NAMES",
+    "Calls",
+    "Gradients",
+    "Passes",
+    "Reduce",
+    "check_finite",
+    "check_scalar",
+    "coupled",
+    "leaf",
+    "or_zeros",
+    "plus",
+]
 
 Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
@@ -71,12 +83,12 @@ class Passes:
         with torch.no_grad():
             values = [term() for term in terms]
         for value in values:
-            _check_scalar(name, value)
+            check_scalar(name, value)
         total = torch.stack(values).double().sum()
         if self.reduce is not None:
             total = self.reduce(total.reshape(1))
         number = float(total)
-        _check_finite(name, [number], [], [], inputs)
+        check_finite(name, [number], [], [], inputs)
         return number
 
     def differentiate(
@@ -122,13 +134,13 @@ class Passes:
             for term in terms:
                 values = term()
                 for value in values:
-                    _check_scalar(name, value)
+                    check_scalar(name, value)
                 differentiated = target(*values)
                 if differentiated.requires_grad:
                     new_grads = torch.autograd.grad(
                         differentiated, inputs, allow_unused=True, retain_graph=retain
                     )
-                    grads = [_plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
+                    grads = [plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
                 new_values = [value.detach() for value in values]
                 if totals:
                     # float64: the Moreau gap is a small difference of large numbers.
@@ -141,7 +153,7 @@ class Passes:
         sums = [grad.sum() for grad in grads if grad is not None]
         numbers = torch.stack([*totals, *sums]).tolist()
         results = numbers[: len(totals)]
-        _check_finite(name, results, numbers[len(totals) :], grads, inputs)
+        check_finite(name, results, numbers[len(totals) :], grads, inputs)
         return results, grads
 
 
@@ -167,7 +179,7 @@ def _sum_over_processes(
     values = everything[: len(totals)]
     summed_flags = everything[len(totals) : -len(sums)]
     checks = everything[-len(sums) :]
-    _check_finite(name, values, checks, sums, inputs)
+    check_finite(name, values, checks, sums, inputs)
     return values, [
         part.to(v.dtype) if flag else None
         for part, flag, v in zip(sums, summed_flags, inputs, strict=True)
@@ -203,13 +215,15 @@ def _identity(value: Tensor) -> Tensor:
     return value
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients; None is 0."""
     if a is None:
         return b
     return a if b is None else a + b
 
 
-def _check_scalar(name: str, value: object) -> None:
+def check_scalar(name: str, value: object) -> None:
+    """Refuse a function that returns anything but a scalar tensor."""
     if not isinstance(value, Tensor) or value.ndim > 0:
         got = (
             f"a tensor of shape {tuple(value.shape)}"
@@ -222,13 +236,14 @@ def _check_scalar(name: str, value: object) -> None:
         )
 
 
-def _check_finite(
+def check_finite(
     name: str,
     values: list[float],
     sums: list[float],
     grads: Sequence[Tensor | None],
     inputs: tuple[Tensor, ...],
 ) -> None:
+    """Raise an error if a value or a gradient is not finite; ``sums`` are the gradients' sums."""
     # v - v is 0 for a finite number and NaN otherwise, so one sum tests all numbers. A gradient
     # whose sum is finite is finite.
     if sum(v - v for v in (*values, *sums)) == 0.0:

@@ -31,6 +31,7 @@ from lightning_bilevel.core.lower import (
     weighted,
 )
 from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
+from lightning_bilevel.core.sample import Sample, take_sample
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
 
@@ -80,6 +81,15 @@ class BilevelProblem:
             another x. One function per chunk of ``lower``; with several chunks nothing is kept.
             Features and outputs exclude each other.
         reduce: Sums a tensor over the processes that share the data, if there are several.
+        mini_batch: Whether f and g are on a mini-batch, so that the next step sees another one.
+            Such a problem is for a method that may run on changing batches.
+        touched: The coordinates of x that the mini-batch touches, sorted and each once; None for
+            all. With one weight per sample these are the samples of the batch. The gradient in all
+            others counts as 0.
+        inner: g for the inner variable z of a mini-batch step: one function (or
+            :class:`~lightning_bilevel.core.lower.LowerTerm`) per chunk of ``lower``, with the same
+            values; None takes ``lower``. A module with running statistics needs it, because z must
+            not change those of y.
 
     Example:
         >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
@@ -101,9 +111,15 @@ class BilevelProblem:
         features: Part | Sequence[Part] | None = None,
         outputs: Part | Sequence[Part] | None = None,
         reduce: Reduce | None = None,
+        mini_batch: bool = False,
+        touched: Tensor | None = None,
+        inner: Function | Sequence[Function] | None = None,
     ) -> None:
         self.upper_terms: list[Function] = _functions("upper", upper)
         self.lower_terms = _lower_terms(lower, features, outputs)
+        self.inner_terms = _inner_terms(inner, self.lower_terms)
+        self.mini_batch = mini_batch
+        self.touched = _checked_indices(touched)
         self.upper_set = Free() if upper_set is None else upper_set
         self.lower_set = Free() if lower_set is None else lower_set
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
@@ -165,6 +181,7 @@ class BilevelProblem:
         inner = copy.copy(self)
         inner.upper_terms = [rescaled(term, upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
+        inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
         inner.units = (self.units[0] * upper, self.units[1] * lower)
@@ -183,11 +200,9 @@ class BilevelProblem:
         part.upper_terms = (
             [nothing] if upper == 0.0 else [weighted(term, upper) for term in self.upper_terms]
         )
-        part.lower_terms = (
-            [LowerTerm(nothing)]
-            if lower == 0.0
-            else [term.weighted(lower) for term in self.lower_terms]
-        )
+        for name in ("lower_terms", "inner_terms"):
+            terms = [term.weighted(lower) for term in getattr(self, name)]
+            setattr(part, name, [LowerTerm(nothing)] if lower == 0.0 else terms)
         part._passes = Passes(reduce)
         return part
 
@@ -233,6 +248,30 @@ class BilevelProblem:
         self.calls += Calls(upper=1)
         terms = [partial(term, x, y) for term in self.upper_terms]
         return self._passes.differentiate("f", terms, inputs)
+
+    def sample(
+        self, x: Tensor, y: Tensor, z: Tensor, *, distance: bool = False, seconds: float = 0.0
+    ) -> Sample:
+        """Return f(x, y), g(x, y) and g(x, z) with all their gradients, for a mini-batch step.
+
+        g sees the same random numbers at y and z, such as the masks of dropout. The evaluation
+        takes 3 passes, one transfer of numbers from the device, and over several processes one sum.
+
+        Args:
+            x: The upper-level variables.
+            y: The lower-level variables.
+            z: The inner variable.
+            distance: Whether to measure the squared distance of y and z as well.
+            seconds: A time that this process has measured; the sample has the mean over processes.
+        """
+        return take_sample(
+            self._passes,
+            self.upper_terms,
+            list(zip(self.lower_terms, self.inner_terms, strict=True)),
+            (x, y, z),
+            distance=distance,
+            seconds=seconds,
+        )
 
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points.
@@ -321,3 +360,35 @@ def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
     return [
         LowerTerm(*term) for term in zip(losses, parts["features"], parts["outputs"], strict=True)
     ]
+
+
+def _inner_terms(inner: Any, lower: list[LowerTerm]) -> list[LowerTerm]:
+    if inner is None:
+        return lower
+    given = _functions("inner", inner)
+    if len(given) != len(lower):
+        raise ValueError(
+            f"`BilevelProblem` was given {len(given)} terms of `inner` for {len(lower)} terms of "
+            "`lower`: each term needs its own."
+        )
+    # A plain function takes what the loss of its chunk takes: features or outputs, if there are.
+    return [
+        term if isinstance(term, LowerTerm) else LowerTerm(term, twin.features, twin.outputs)
+        for term, twin in zip(given, lower, strict=True)
+    ]
+
+
+def _checked_indices(touched: Any) -> Tensor | None:
+    if touched is None or (
+        isinstance(touched, Tensor) and touched.dtype == torch.int64 and touched.ndim == 1
+    ):
+        return touched
+    got = (
+        f"a tensor of {touched.dtype} and shape {tuple(touched.shape)}"
+        if isinstance(touched, Tensor)
+        else f"a {type(touched).__name__}"
+    )
+    raise TypeError(
+        f"`BilevelProblem(touched=...)` was given {got}: it must be a flat tensor of torch.int64, "
+        "the coordinates of x that the mini-batch touches, or None for all."
+    )

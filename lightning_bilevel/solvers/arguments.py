@@ -18,6 +18,7 @@ def checked_arguments(
     positive: Iterable[str] = (),
     nonnegative: Iterable[str] = (),
     whole: Iterable[str] = (),
+    counts: Iterable[str] = (),
     choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a solver in the form that is stored; refuse invalid ones.
@@ -30,6 +31,7 @@ def checked_arguments(
         positive: Names of arguments that must be a positive number.
         nonnegative: Names of arguments that must be a number of at least 0.
         whole: Names of arguments that must be a whole number of at least 1.
+        counts: Names of arguments that must be a whole number of at least 0.
         choices: Names of arguments that must be one of a few values, with these values.
 
     Example:
@@ -64,6 +66,10 @@ def checked_arguments(
     for name in whole:
         is_whole = is_number(given[name]) and given[name] == int(given[name]) >= 1
         require(name, is_whole, "a positive whole number")
+        result[name] = int(given[name])
+    for name in counts:
+        is_count = is_number(given[name]) and given[name] == int(given[name]) >= 0
+        require(name, is_count, "a whole number of at least 0")
         result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))

@@ -9,9 +9,9 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +20,18 @@ from torch.optim import Optimizer
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.prox import projected_step
+from lightning_bilevel.core.sample import Sample
+from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.record import Progress, StepInfo
+from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
+from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
+from lightning_bilevel.solvers.streaming import Directions, Variable, stream
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable, TorchRule
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
+
+Info = TypeVar("Info", bound=StepInfo)
 
 # The entries of a parameter group that are not hyper-parameters of the method.
 _NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
@@ -42,10 +50,23 @@ class BilevelOptimizer(Optimizer, ABC):
             unit * u, which makes the steps of that level unit**2 times as long.
         defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that
             checkpoints load with ``weights_only``.
+        optimizers: What makes the torch optimiser of ``"upper"``, ``"lower"`` and ``"inner"``; None
+            or a missing one is the paper's step, and for ``"inner"`` a twin of the lower one.
     """
 
     # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
     penalised: ClassVar[bool] = False
+    # Whether it may run on mini-batches: it compares no values of different batches. It then
+    # implements `directions`.
+    stochastic: ClassVar[bool] = False
+    # What a message recommends for mini-batches in place of a method that is not stochastic.
+    for_mini_batches: ClassVar[str] = "F2SA"
+    # The name of the inner variable in the memory.
+    inner_name: ClassVar[str] = "z"
+    # Whether `directions` needs the distance of y and z.
+    measures_distance: ClassVar[bool] = False
+    # So many mini-batches in a row may be not finite before the run ends.
+    patience: ClassVar[int] = 10
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,8 +74,19 @@ class BilevelOptimizer(Optimizer, ABC):
         # with `weights_only`, torch's default, needs the class to be registered.
         torch.serialization.add_safe_globals([cls])
 
-    def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        optimizers: Mapping[Variable, OptimizerCallable | None] | None = None,
+    ) -> None:
+        self._rules = _torch_rules(type(self).__name__, optimizers or {})
         super().__init__(_check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
+        for group in self.param_groups:
+            rule = self._rules.get(group["level"])
+            if rule is not None:
+                group["lr"] = rule.lr
+                group["initial_lr"] = rule.lr
         self._forget()
         self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
 
@@ -109,6 +141,22 @@ class BilevelOptimizer(Optimizer, ABC):
         """The method's multiplier of the gap constraint, if it has one."""
         return None
 
+    @property
+    def scheduled_levels(self) -> tuple[str, ...]:
+        """The levels with a torch optimiser: their ``lr`` is what a scheduler changes."""
+        return tuple(group["level"] for group in self.param_groups if group["level"] in self._rules)
+
+    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
+        """Say where the variables go in a step on a mini-batch.
+
+        Args:
+            sample: f and g on the mini-batch, at x, y and z.
+            x: The upper-level variables.
+            y: The lower-level variables.
+            z: The inner variable, which starts at y.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` has no step on a mini-batch.")
+
     @abstractmethod
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -152,6 +200,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
                 "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
             )
+        if problem.mini_batch:
+            return self._step_on_batch(problem)
         began = time.perf_counter()
         calls = problem.calls
         memory = self.memory
@@ -189,8 +239,7 @@ class BilevelOptimizer(Optimizer, ABC):
             problem.calls = scaled.calls
         self._write(scaled, new_x, new_y)
         if info.lr is not None:
-            for group in self.param_groups:
-                group["lr"] = info.lr
+            info = self._with_rates(info, info.lr, info.lr)
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
         memory["passes"] += (problem.calls - calls).passes
@@ -205,6 +254,55 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
         )
 
+    def rule(self, variable: Variable, paper: StepRule = plain) -> StepRule:
+        """Return how a variable steps in :meth:`advance`.
+
+        Args:
+            variable: The upper, lower or inner variable.
+            paper: The paper's step, which is taken if the variable has no torch optimiser.
+        """
+        rule = self._rules.get(variable)
+        bound = self._bound(variable)
+        if rule is None and bound is None:
+            return paper
+
+        def move(v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet) -> Tensor:
+            direction = clipped(direction, bound)
+            if rule is None:
+                return paper(v, direction, rate, feasible)
+            # Copies, because the iteration may still fail and be taken back.
+            key = f"{variable}_optimizer"
+            state = self.memory.get(key, {})
+            v, self.memory[key] = rule.step(v, direction, self._rate(variable), state)
+            return feasible.project(v)
+
+        return move
+
+    def restarted(self, y: Tensor) -> Tensor:
+        """Let the inner variable start at y, and its optimiser anew."""
+        self.memory.pop("inner_optimizer", None)
+        return y
+
+    def move_(
+        self,
+        variable: Variable,
+        v: Tensor,
+        direction: Tensor,
+        rate: float,
+        feasible: ConvexSet,
+        touched: Tensor | None = None,
+    ) -> Tensor:
+        """Step a variable on a mini-batch; v and the optimiser's state are changed in place."""
+        direction = clipped(direction, self._bound(variable))
+        rule = self._rules.get(variable)
+        if rule is not None:
+            state = self.memory.setdefault(f"{variable}_optimizer", {})
+            rule.step_(v, direction, self._rate(variable), state, touched)
+            return feasible.project(v)
+        if touched is not None:
+            return touching(v, direction, rate, feasible, touched)
+        return projected_step(v, direction, rate, feasible)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
@@ -217,23 +315,137 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run; a state saved before groups had units is accepted too."""
+        newer = ("unit", *STEP_CONSTANTS)
         groups = [
-            {"unit": mine["unit"], **saved}
+            {**{name: mine[name] for name in newer if name in mine}, **saved}
             for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
         ]
         super().load_state_dict({**state_dict, "param_groups": groups})
+        # The tensors are the given ones, and steps on mini-batches change them in place.
+        for name, value in self.memory.items():
+            if isinstance(value, Tensor):
+                self.memory[name] = value.clone()
+        # torch would bring all numbers of an optimiser to the dtype of the parameters.
+        given: dict[str, Any] = next(iter(state_dict["state"].values()), {})
+        for variable in get_args(Variable):
+            key = f"{variable}_optimizer"
+            if key in given:
+                self.memory[key] = self._state_of(cast(Variable, variable), given[key])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rules": self._rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
 
     def _forget(self) -> None:
+        # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
+        self._seconds = 0.0
         # (problem, x, y) after the last step.
         self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
         # The parameters, each with the part of x or y that was written into it.
         self._written: list[tuple[Tensor, Tensor]] = []
         # A problem, units, and the problem in these units.
         self._scaled: tuple[BilevelProblem, list[float], BilevelProblem] | None = None
+
+    def _step_on_batch(self, problem: BilevelProblem) -> StreamInfo:
+        self._check_streaming()
+        began = time.perf_counter()
+        calls = problem.calls
+        memory = self.memory
+        before = dict(memory)
+        try:
+            x, y = self._copies(problem)
+            new_x, new_y, info, rates, shared = stream(self, problem, x, y, self._seconds)
+        except BaseException as error:
+            memory.clear()
+            memory.update(before)
+            if not isinstance(error, BilevelError):
+                raise
+            where = f"{type(self).__name__} stopped in step {memory['iteration'] + 1}"
+            raise type(error)(f"{where}: {error}") from error
+        if rates is not None:
+            self._write_batch(new_x, new_y)
+            info = self._with_rates(info, *rates)
+        memory["iteration"] += 1
+        memory["inner_iterations"] += info.inner_iterations
+        memory["passes"] += (problem.calls - calls).passes
+        seconds = time.perf_counter() - began
+        if problem.reduce is None:
+            memory["optimization_time"] += seconds
+        else:
+            # Processes agree on the time. That of a step is shared along with the next batch.
+            memory["optimization_time"] += shared
+            self._seconds = seconds
+        return replace(
+            info,
+            iteration=memory["iteration"],
+            calls=problem.calls - calls,
+            passes=memory["passes"],
+            optimization_time=memory["optimization_time"],
+        )
+
+    def _state_of(self, variable: Variable, state: dict[str, Any]) -> dict[str, Any]:
+        if variable not in self._rules:
+            raise ValueError(
+                f"`{type(self).__name__}.load_state_dict` was given the state of an optimiser of "
+                f"the {variable} variable, and the solver has none: make it with the "
+                f"`{variable}_optimizer` of the run that was saved."
+            )
+        return self._rules[variable].loaded(state, self.param_groups[0]["params"][0].device)
+
+    def _check_streaming(self) -> None:
+        name = type(self).__name__
+        if not self.stochastic:
+            raise BilevelError(
+                f"`{name}.step()` was given a mini-batch: {name} compares or divides values that "
+                "must be of the same data. Give it all data in each step, or use "
+                f"`{self.for_mini_batches}`, which may see another batch in each step."
+            )
+        if self._units != [1.0, 1.0]:
+            raise ValueError(
+                f"`{name}.step()` was given a mini-batch, and its levels have the units "
+                f"{self._units}: on mini-batches a level's `lr` takes the place of its unit. Leave "
+                "the units at 1."
+            )
+
+    def _copies(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+        """Return copies of x and y; the start of a run is projected onto the sets."""
+        if self.inner_name not in self.memory:
+            return self._read(problem)
+        x, y = (
+            torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            for group in self.param_groups
+        )
+        return x, y
+
+    def _write_batch(self, x: Tensor, y: Tensor) -> None:
+        parameters, blocks = zip(*self._blocks(x, y), strict=True)
+        torch._foreach_copy_(parameters, blocks)
+        self._point = None
+        self._written = []
+
+    def _bound(self, variable: Variable) -> float | None:
+        """Return the bound of a variable's directions; z has that of y."""
+        level = "upper" if variable == "upper" else "lower"
+        bound: float | None = self.param_groups[0].get(f"{level}_clip")
+        return bound
+
+    def _rate(self, variable: Variable) -> float:
+        """Return the rate of a variable with a torch optimiser; that of z follows that of y."""
+        if variable == "upper":
+            return float(self.param_groups[0]["lr"])
+        lr = float(self.param_groups[1]["lr"])
+        own, lower = self._rules[variable].lr, self._rules["lower"].lr
+        return lr if own == lower else lr * (own / lower)
+
+    def _with_rates(self, info: Info, upper: float, lower: float) -> Info:
+        """Show the rates of the levels in their groups, but where a scheduler sets them."""
+        for group, rate in zip(self.param_groups, (upper, lower), strict=True):
+            if group["level"] not in self._rules:
+                group["lr"] = rate
+        return info if "upper" not in self._rules else replace(info, lr=self._rate("upper"))
 
     @property
     def _units(self) -> list[float]:
@@ -355,6 +567,22 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
             "does not resolve."
         )
     return ordered
+
+
+def _torch_rules(
+    solver: str, optimizers: Mapping[Variable, OptimizerCallable | None]
+) -> dict[str, TorchRule]:
+    given = {name: make for name, make in optimizers.items() if make is not None}
+    if "inner" in given and "lower" not in given:
+        raise ValueError(
+            f"`{solver}(inner_optimizer=...)` needs a `lower_optimizer`: the rate of the inner "
+            "variable follows the lower level's."
+        )
+    if "lower" in given:
+        given.setdefault("inner", given["lower"])
+    return {
+        name: TorchRule(make, f"{solver}({name}_optimizer=...)") for name, make in given.items()
+    }
 
 
 def _is_power_of_two(unit: float) -> bool:

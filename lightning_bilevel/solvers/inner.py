@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import StepRule, plain
 
 __all__ = ["descend", "remembered"]
 
@@ -25,9 +25,16 @@ def remembered(optimizer: BilevelOptimizer, name: str, y: Tensor) -> Tensor:
     return saved
 
 
-def descend(lower: LowerLevel, z: Tensor, step: float, steps: int, lower_set: ConvexSet) -> Tensor:
+def descend(
+    lower: LowerLevel,
+    z: Tensor,
+    step: float,
+    steps: int,
+    lower_set: ConvexSet,
+    rule: StepRule = plain,
+) -> Tensor:
     r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
     for number in range(steps):
         # Methods that start at y need the gap at y afterwards, so the first gradient is kept.
-        z = plain(z, lower.gradient(z, keep=number == 0), step, lower_set)
+        z = rule(z, lower.gradient(z, keep=number == 0), step, lower_set)
     return z

@@ -44,6 +44,13 @@ NAMES = (
     Name("bilevel/lower", "lower level g", ("objective", "lower level g"), "lower"),
     Name("bilevel/step", "length of the step", ("objective", "step"), "step"),
     Name(
+        "bilevel/gap",
+        "gap g(x, y) - g(x, z) on the mini-batch",
+        (_FEASIBILITY, "gap g(x, y) - g(x, z) on the mini-batch"),
+        "gap",
+    ),
+    Name("bilevel/skipped", "mini-batch steps taken back so far", attribute="skipped"),
+    Name(
         "bilevel/violation", "violation of the lower level, [R]+", (_FEASIBILITY, "violation [R]+")
     ),
     Name(

@@ -13,7 +13,7 @@ from typing import ClassVar
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
-__all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo"]
+__all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo", "StreamInfo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,43 @@ class MultiplierInfo(StepInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamInfo(StepInfo):
+    """The record of a step on a mini-batch; f and g are those of the batch, at the old point.
+
+    The length of the step is not measured: it would be another transfer from the device.
+
+    Attributes:
+        gap: g(x, y) - g(x, z) on the batch.
+        multiplier: The weight of the gap in this step.
+        skipped: How many steps so far were taken back because f or g was not finite.
+        taken: Whether this step was taken. If not, its values are nan.
+    """
+
+    gap: float
+    multiplier: float
+    skipped: int = 0
+    taken: bool = True
+
+    LOGGED: ClassVar[tuple[str, ...]] = (
+        "upper",
+        "lower",
+        "gap",
+        "multiplier",
+        "skipped",
+        "inner_iterations",
+        "optimization_time",
+    )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers by tag; those that a skipped step does not know are left out."""
+        return _known(super().metrics())
+
+    def shown(self) -> dict[str, float]:
+        """Return the numbers of the progress bar by tag, likewise."""
+        return _known(super().shown())
+
+
+@dataclass(frozen=True, kw_only=True)
 class PenaltyInfo(StepInfo):
     r"""The record of a method with a line search on a smoothed penalty function.
 
@@ -158,3 +195,7 @@ class PenaltyInfo(StepInfo):
 @cache
 def _tags(attributes: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(attribute, tag_of(attribute)) for attribute in attributes]
+
+
+def _known(numbers: dict[str, float]) -> dict[str, float]:
+    return {tag: number for tag, number in numbers.items() if not math.isnan(number)}

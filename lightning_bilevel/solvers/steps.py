@@ -3,18 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.schedule import is_number
 
-__all__ = ["StepRule", "plain"]
+__all__ = ["STEP_CONSTANTS", "StepRule", "clipped", "plain", "step_constants", "touching"]
 
 # (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
 # this type too.
 StepRule = Callable[[Tensor, Tensor, float, ConvexSet], Tensor]
 
+# The constants of `step_constants`, which states of earlier versions do not have.
+STEP_CONSTANTS = ("upper_clip", "lower_clip", "x_every", "warmup")
+
+# Keeps a direction that is zero at zero, as in torch's clipping.
+_GUARD = 1e-6
+
 
 def plain(v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet) -> Tensor:
     r"""Return :math:`P(v - s d)`, the step of the papers, for the direction d and the rate s."""
     return feasible.project(v - rate * direction)
+
+
+def touching(
+    v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet, touched: Tensor
+) -> Tensor:
+    r"""Return :math:`P(v - s d)` for a direction that is 0 but at the touched coordinates."""
+    moved = v.index_add(0, touched, direction[touched], alpha=-rate)
+    return feasible.project(moved)
+
+
+def clipped(direction: Tensor, bound: float | None) -> Tensor:
+    r"""Return :math:`d \min\{1, c/\|d\|\}` for the bound c, without a transfer from the device."""
+    if bound is None:
+        return direction
+    length = torch.linalg.vector_norm(direction)
+    return direction * torch.clamp(bound / (length + _GUARD), max=1.0)
+
+
+def step_constants(
+    solver: str, *, upper_clip: float | None, lower_clip: float | None, **whole: int
+) -> dict[str, Any]:
+    """Return the checked constants of a solver's steps: bounds of directions, whole numbers.
+
+    Example:
+        >>> step_constants("F2SA", upper_clip=None, lower_clip=-1.0)
+        Traceback (most recent call last):
+        ValueError: `F2SA(lower_clip=-1.0)` must be positive and finite, or None for no clipping.
+    """
+    for name, bound in (("upper_clip", upper_clip), ("lower_clip", lower_clip)):
+        if bound is not None and not (is_number(bound) and bound > 0):
+            raise ValueError(
+                f"`{solver}({name}={bound!r})` must be positive and finite, or None for no "
+                "clipping."
+            )
+    counts = checked_arguments(solver, whole, counts=tuple(whole))
+    return {"upper_clip": upper_clip, "lower_clip": lower_clip, **counts}
