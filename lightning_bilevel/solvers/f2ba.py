@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import slope_of_psi
+from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.streaming import Directions, Variable
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["F2BA"]
 
@@ -68,6 +72,12 @@ class F2BA(BilevelOptimizer):
     iteration last evaluates them. Its multiplier is the weight of the gap, :math:`1/\sigma` or
     :math:`1/(2\sigma)`.
 
+    On mini-batches (a problem with ``mini_batch=True``) x, y and z move once per batch, all from
+    the old point, by 3 passes; K is not used, and the record is a
+    :class:`~lightning_bilevel.solvers.record.StreamInfo`. This is the forward difference without a
+    proximal term only: the central one needs f at z too. The stochastic theorem wants large
+    batches, because the noise of the difference is divided by sigma.
+
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -81,6 +91,14 @@ class F2BA(BilevelOptimizer):
         rho: :math:`\rho`, the proximal parameter of Prox-F2BA, below 1/(2 x Lipschitz constant of
             the gradient of g(x, .)); None for no proximal term.
         beta: :math:`\beta`, the share by which the centres follow, at most 1; counts with rho only.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        inner_optimizer: That of z; None takes one as y has.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the directions of y and z.
+        x_every: On mini-batches x moves in every so many steps.
+        warmup: On mini-batches x stays for so many steps at first.
 
     The default sigma is the official code's penalty of 10, K is 10 and the steps are generic.
 
@@ -109,6 +127,8 @@ class F2BA(BilevelOptimizer):
         source has no constraints.
     """
 
+    stochastic = True
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -120,6 +140,13 @@ class F2BA(BilevelOptimizer):
         difference: Difference = "forward",
         rho: float | None = None,
         beta: float = 1.0,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        inner_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
+        x_every: int = 1,
+        warmup: int = 0,
     ) -> None:
         given = {
             "eta": eta,
@@ -142,7 +169,35 @@ class F2BA(BilevelOptimizer):
                 f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
                 "follows."
             )
-        super().__init__(params, {"lr": eta, **constants})
+        steps = step_constants(
+            "F2BA",
+            upper_clip=upper_clip,
+            lower_clip=lower_clip,
+            x_every=x_every,
+            warmup=warmup,
+        )
+        super().__init__(
+            params,
+            {"lr": eta, **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+        )
+
+    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
+        c = self.constants
+        if c["difference"] == "central" or c["rho"] is not None:
+            raise BilevelError(
+                f"`F2BA(difference={c['difference']!r}, rho={c['rho']})` has no step on a "
+                'mini-batch: take difference="forward" and rho=None there, or give it the full '
+                "batch."
+            )
+        weight = 1 / c["sigma"]
+        return Directions(
+            upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=weight),
+            lower=torch.add(sample.lower_y, sample.upper_y, alpha=c["sigma"]),
+            inner=sample.inner_y,
+            multiplier=weight,
+            rates=(c["eta"], c["tau"], c["tau"]),
+        )
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -151,7 +206,8 @@ class F2BA(BilevelOptimizer):
         sigma = c["sigma"]
         central = c["difference"] == "central"
         here = problem.at(x)
-        z, y_new = remembered(self, "z", y), y
+        y_new = y
+        z = remembered(self, "z", y)
         z_center = self._center("z", z)
         y_center = self._center("y", y)
         upper = 0.0
@@ -159,9 +215,10 @@ class F2BA(BilevelOptimizer):
             if central:
                 z = self._backwards(problem, here, z, z_center)
             else:
-                z = self._step(problem, z, here.gradient(z), z_center)
+                z = self._step(problem, "inner", z, here.gradient(z), z_center)
             upper, f_y = problem.upper_y(x, y_new)
-            y_new = self._step(problem, y_new, sigma * f_y + here.gradient(y_new), y_center)
+            slope = sigma * f_y + here.gradient(y_new)
+            y_new = self._step(problem, "lower", y_new, slope, y_center)
         if central:
             _refuse_far(z, y_new, sigma)
         # x moves with both new followers.
@@ -171,7 +228,7 @@ class F2BA(BilevelOptimizer):
         if central:
             d_x = (d_x + problem.upper_x(x, z)) / 2
             weight /= 2
-        x_new = plain(x, d_x + weight * gap_x, c["eta"], problem.upper_set)
+        x_new = self.rule("upper")(x, d_x + weight * gap_x, c["eta"], problem.upper_set)
         self.memory["z"] = z
         if c["rho"] is not None and c["beta"] < 1:
             self.memory["z_center"] = z_center + c["beta"] * (z - z_center)
@@ -188,13 +245,18 @@ class F2BA(BilevelOptimizer):
         return remembered(self, f"{name}_center", follower)
 
     def _step(
-        self, problem: BilevelProblem, follower: Tensor, slope: Tensor, center: Tensor
+        self,
+        problem: BilevelProblem,
+        variable: Variable,
+        follower: Tensor,
+        slope: Tensor,
+        center: Tensor,
     ) -> Tensor:
         """Return the follower after a step, with the proximal term if there is one."""
         rho = self.constants["rho"]
         if rho is not None:
             slope = slope_of_psi(slope, follower, center, rho)
-        return plain(follower, slope, self.constants["tau"], problem.lower_set)
+        return self.rule(variable)(follower, slope, self.constants["tau"], problem.lower_set)
 
     def _backwards(
         self, problem: BilevelProblem, here: LowerLevel, z: Tensor, center: Tensor
@@ -206,7 +268,7 @@ class F2BA(BilevelOptimizer):
             slope = here.gradient(z) - sigma * f_y
         except NonFiniteError as error:
             raise NonFiniteError(f"{error} {_unbounded(sigma)}") from error
-        return self._step(problem, z, slope, center)
+        return self._step(problem, "inner", z, slope, center)
 
 
 def _refuse_far(z: Tensor, y: Tensor, sigma: float) -> None:

@@ -17,7 +17,8 @@ from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.steps import plain
+from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["HJFBiO"]
 
@@ -45,6 +46,10 @@ class HJFBiO(BilevelOptimizer):
     an iteration: 4 passes, gradients only. Upper and lower of the record are f and g at
     :math:`(x^k, y^k)`.
 
+    It does not run on mini-batches: the two points of the difference need the same batch, and one
+    batch has f and g at y and at one more point.
+    :class:`~lightning_bilevel.solvers.f2sa.F2SA` does.
+
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -57,6 +62,12 @@ class HJFBiO(BilevelOptimizer):
         delta: :math:`\delta`, the distance of the difference, in units of v. None chooses
             :math:`\delta = \sqrt[3]{u}\,(1 + \|y\|)/\|v\|` with the rounding unit u: a fixed small
             one such as 1e-4 loses most digits in float32.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        inner_optimizer: That of v; None takes one as y has.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the directions of y and v.
 
     The default steps and r are those seen in the code of a descendant of the method.
 
@@ -84,13 +95,23 @@ class HJFBiO(BilevelOptimizer):
         tau: float = 0.01,
         r: float = 5.0,
         delta: float | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        inner_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
     ) -> None:
         given = {"gamma": gamma, "lam": lam, "tau": tau, "r": r, "delta": delta}
         chosen = () if delta is None else ("delta",)
         constants = checked_arguments(
             "HJFBiO", given, positive=("gamma", "lam", "tau", "r", *chosen)
         )
-        super().__init__(params, {"lr": gamma, **constants})
+        steps = step_constants("HJFBiO", upper_clip=upper_clip, lower_clip=lower_clip)
+        super().__init__(
+            params,
+            {"lr": gamma, **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+        )
         self.memory["on_sphere"] = False
 
     def advance(
@@ -106,19 +127,21 @@ class HJFBiO(BilevelOptimizer):
         f = problem.upper(x, y)
         J = probes.grad_x / (2 * delta)
         H = (probes.grad_y - probes.grad_z) / (2 * delta)
-        y_new = plain(y, g_y, c["lam"], problem.lower_set)
-        x_new = plain(x, f.grad_x - J, c["gamma"], problem.upper_set)
-        v_step = v - c["tau"] * (H - f.grad_y)
+        y_new = self.rule("lower")(y, g_y, c["lam"], problem.lower_set)
+        x_new = self.rule("upper")(x, f.grad_x - J, c["gamma"], problem.upper_set)
+        v_new = self.rule("inner")(v, H - f.grad_y, c["tau"], Ball(c["r"]))
         held = _held(problem.lower_set, y, g_y)
         if held is not None:
-            v_step = v_step.masked_fill(held, 0.0)
-        self.memory["v"] = Ball(c["r"]).project(v_step)
-        self._warn_on_sphere(norm(v_step))
+            v_new = v_new.masked_fill(held, 0.0)
+        self.memory["v"] = v_new
+        self._warn_on_sphere(v_new)
         return x_new, y_new, StepInfo(upper=f.value, lower=lower, inner_iterations=1, lr=c["gamma"])
 
-    def _warn_on_sphere(self, size: float) -> None:
+    def _warn_on_sphere(self, v: Tensor) -> None:
         r = self.constants["r"]
-        if size <= r or self.memory["on_sphere"]:
+        # A projected v is on the surface up to rounding.
+        inside = norm(v) < r * (1 - 8 * torch.finfo(v.dtype).eps)
+        if inside or self.memory["on_sphere"]:
             return
         self.memory["on_sphere"] = True
         warnings.warn(

@@ -76,12 +76,15 @@ def solve_saddle(saddle: Saddle, w: Tensor, tolerance: float, max_steps: int) ->
         saddle: The problem.
         w: The start.
         tolerance: The residual.
-        max_steps: The cap on extragradient steps, over all outer steps.
+        max_steps: The cap on extragradient steps, over all outer steps. A solve that ends by it
+            returns the point of smallest residual.
     """
     s_u, s_z = saddle.s_u, saddle.s_z
     mix = min(1.0, math.sqrt(8 * s_z / s_u))
     e_q = s_u / 2
     e_z = min(1 / (2 * s_z), 4 / (mix * s_u))
+    start = w
+    best: tuple[Tensor, float] | None = None
     u, z = saddle.split(w)
     q = q_f = -s_u * u
     z_f = z
@@ -99,10 +102,15 @@ def solve_saddle(saddle: Saddle, w: Tensor, tolerance: float, max_steps: int) ->
         w_f = F_z - s_z * z_f
         q = q + (e_q / s_u) * (q_f - q) - e_q * (u_f + q_f / s_u)
         z = z + e_z * s_z * (z_f - z) - e_z * (w_f + s_z * z_f)
-        point, residual = _candidate(saddle, torch.cat([-q / s_u, z]))
-        reached = residual <= tolerance
-        if reached or steps >= max_steps:
-            return SaddlePoint(point, residual, steps, outer, reached)
+        found = _candidate(saddle, torch.cat([-q / s_u, z]))
+        if best is None or found[1] < best[1]:
+            best = found
+        if best[1] <= tolerance:
+            return SaddlePoint(*best, steps, outer, True)
+        if steps >= max_steps:
+            # Too few steps may lead away from the solution. The start is never left for worse.
+            best = min(best, _candidate(saddle, start), key=lambda candidate: candidate[1])
+            return SaddlePoint(*best, steps, outer, False)
 
 
 def _candidate(saddle: Saddle, w: Tensor) -> tuple[Tensor, float]:
