@@ -180,7 +180,7 @@ class TestContract:
             tensors = {
                 name for name, value in state["state"][0].items() if isinstance(value, Tensor)
             }
-            assert tensors == ({solver.kept} if solver.kept else set())
+            assert tensors == {solver.kept, *solver.also} - {None}
             assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
         assert kinds[0] == kinds[1] == kinds[2]
         assert constants[0] == constants[1] == constants[2]
