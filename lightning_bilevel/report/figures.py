@@ -26,6 +26,8 @@ PALETTE = {
 _SOLVERS = dict(
     zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True)
 )
+# Of Tol's muted palette, for the methods beyond the seven that the first has colours for.
+_SOLVERS |= {"F2BA": "#882255", "HJFBiO": "#44AA99", "PBGDFree": "#999933", "LuMei": "#888888"}
 _STYLES = ("-", "--", ":", "-.")
 _BARE: Any = {"axes.spines.top": False, "axes.spines.right": False}
 # The panels of a run. Each line has the name of its series, a label, a colour and a style.

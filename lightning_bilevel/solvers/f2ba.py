@@ -108,13 +108,13 @@ class F2BA(BilevelOptimizer):
             is not, unless g dominates or Y is bounded.
 
     References:
-        Chen, Ma, Zhang: Near-Optimal Nonconvex-Strongly-Convex Bilevel Optimization with Fully
-            First-Order Oracles. JMLR.
-        Chen, Xu, Zhang: On Finding Small Hyper-Gradients in Bilevel Optimization. COLT 2024 (F2BA
-            under PL).
-        arXiv 2509.02937 (F2SA-p; Algorithm 1 with p = 2).
-        Kwon, Kwon, Wright, Nowak: On Penalty Methods for Nonconvex Bilevel Optimization and
-            First-Order Stochastic Approximation. ICLR 2024 (Prox-F2BA).
+        - Chen, Ma, Zhang: Near-Optimal Nonconvex-Strongly-Convex Bilevel Optimization with Fully
+          First-Order Oracles. JMLR.
+        - Chen, Xu, Zhang: On Finding Small Hyper-Gradients in Bilevel Optimization: Hardness
+          Results and Improved Analysis. COLT 2024 (F2BA under PL).
+        - arXiv 2509.02937 (F2SA-p; Algorithm 1 with p = 2).
+        - Kwon, Kwon, Wright, Nowak: On Penalty Methods for Nonconvex Bilevel Optimization and
+          First-Order Stochastic Approximation. ICLR 2024 (Prox-F2BA).
 
     Notes:
         The official code of F2BA differs from its papers in two points: it takes the gradient of g

@@ -586,9 +586,8 @@ def test_an_iteration_of_lumei_solves_its_saddle_point_problem() -> None:
     optimizer.step(problem=built)
     h = minimax(problem, u_1, z_0, eps, L_h := 3.0 + 2 * 5.0 / eps, D)
     zero = torch.zeros(NX + 2 * NY, dtype=torch.float64)
-    expected = torch.linalg.solve(
-        torch.func.jacrev(torch.func.grad(h))(zero), -torch.func.grad(h)(zero)
-    )
+    slope = torch.func.grad(h)
+    expected = torch.linalg.solve(torch.func.jacrev(slope)(zero), -slope(zero))
     got = torch.cat([*point_of(optimizer), optimizer.memory["z"]])
     # The residual is at most eps^1.5/2; h is strongly monotone with the smaller of the moduli.
     modulus = min(L_h, eps / (2 * D))
