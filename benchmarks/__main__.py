@@ -30,6 +30,7 @@ SECTIONS = (
     "processes",
     "chunks",
     "monitors",
+    "streaming",
 )
 
 

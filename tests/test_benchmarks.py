@@ -42,7 +42,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks"]
+    "name",
+    ["overhead", "calls", "byhand", "boat", "target", "memory", "growth", "chunks", "streaming"],
 )
 def test_a_section_runs_and_leaves_its_results(name: str, tiny: Path) -> None:
     command.run([name], TINY, tiny)

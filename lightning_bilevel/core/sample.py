@@ -28,6 +28,7 @@ from lightning_bilevel.core.passes import (
     or_zeros,
     plus,
 )
+from lightning_bilevel.core.vectors import squared_distance_on_device
 
 __all__ = ["Sample", "take_sample"]
 
@@ -133,8 +134,7 @@ def take_sample(
         values, grads, seconds_of_all = _sum_over_processes(passes.reduce, values, grads, seconds)
         values = [*values, *seconds_of_all]
     if distance:
-        offset = (z - y).detach()
-        values = [*values, torch.dot(offset, offset)]
+        values = [*values, squared_distance_on_device(z.detach(), y.detach())]
     # One stack needs one transfer from the device. A gradient whose sum is finite is finite.
     everything = torch.stack([*values, *(grad.sum() for grad in grads)]).tolist()
     sums = everything[len(values) :]

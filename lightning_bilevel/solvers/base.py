@@ -11,33 +11,29 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar, cast, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
-from lightning_bilevel.solvers.steps import STEP_CONSTANTS, StepRule, clipped, plain, touching
+from lightning_bilevel.solvers.stepping import Stepping
+from lightning_bilevel.solvers.steps import STEP_CONSTANTS
 from lightning_bilevel.solvers.streaming import Directions, Variable, stream
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable, TorchRule
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
-
-Info = TypeVar("Info", bound=StepInfo)
 
 # The entries of a parameter group that are not hyper-parameters of the method.
 _NOT_CONSTANT = ("params", "level", "unit", "initial_lr")
 
 
-class BilevelOptimizer(Optimizer, ABC):
+class BilevelOptimizer(Stepping, ABC):
     """The base class of the bilevel methods.
 
     Hyper-parameters are in ``param_groups``, the state of the run is in ``state``, and the iterate
@@ -60,7 +56,7 @@ class BilevelOptimizer(Optimizer, ABC):
     # implements `directions`.
     stochastic: ClassVar[bool] = False
     # What a message recommends for mini-batches in place of a method that is not stochastic.
-    for_mini_batches: ClassVar[str] = "F2SA"
+    for_mini_batches: ClassVar[str] = "StreamingIVSP"
     # The name of the inner variable in the memory.
     inner_name: ClassVar[str] = "z"
     # Whether `directions` needs the distance of y and z.
@@ -80,13 +76,8 @@ class BilevelOptimizer(Optimizer, ABC):
         defaults: dict[str, Any],
         optimizers: Mapping[Variable, OptimizerCallable | None] | None = None,
     ) -> None:
-        self._rules = _torch_rules(type(self).__name__, optimizers or {})
-        super().__init__(_check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
-        for group in self.param_groups:
-            rule = self._rules.get(group["level"])
-            if rule is not None:
-                group["lr"] = rule.lr
-                group["initial_lr"] = rule.lr
+        groups = _check_levels(type(self).__name__, params)
+        super().__init__(groups, {"unit": 1.0, **defaults}, optimizers or {})
         self._forget()
         self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
 
@@ -96,14 +87,6 @@ class BilevelOptimizer(Optimizer, ABC):
         return {
             name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT
         }
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """The state of the run: tensors, ints, floats and bools."""
-        # torch keeps state per parameter. As in torch's LBFGS, the state of the whole run is kept
-        # with the first one.
-        state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
-        return state
 
     @property
     def progress(self) -> Progress:
@@ -140,11 +123,6 @@ class BilevelOptimizer(Optimizer, ABC):
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
         return None
-
-    @property
-    def scheduled_levels(self) -> tuple[str, ...]:
-        """The levels with a torch optimiser: their ``lr`` is what a scheduler changes."""
-        return tuple(group["level"] for group in self.param_groups if group["level"] in self._rules)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         """Say where the variables go in a step on a mini-batch.
@@ -254,55 +232,6 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
         )
 
-    def rule(self, variable: Variable, paper: StepRule = plain) -> StepRule:
-        """Return how a variable steps in :meth:`advance`.
-
-        Args:
-            variable: The upper, lower or inner variable.
-            paper: The paper's step, which is taken if the variable has no torch optimiser.
-        """
-        rule = self._rules.get(variable)
-        bound = self._bound(variable)
-        if rule is None and bound is None:
-            return paper
-
-        def move(v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet) -> Tensor:
-            direction = clipped(direction, bound)
-            if rule is None:
-                return paper(v, direction, rate, feasible)
-            # Copies, because the iteration may still fail and be taken back.
-            key = f"{variable}_optimizer"
-            state = self.memory.get(key, {})
-            v, self.memory[key] = rule.step(v, direction, self._rate(variable), state)
-            return feasible.project(v)
-
-        return move
-
-    def restarted(self, y: Tensor) -> Tensor:
-        """Let the inner variable start at y, and its optimiser anew."""
-        self.memory.pop("inner_optimizer", None)
-        return y
-
-    def move_(
-        self,
-        variable: Variable,
-        v: Tensor,
-        direction: Tensor,
-        rate: float,
-        feasible: ConvexSet,
-        touched: Tensor | None = None,
-    ) -> Tensor:
-        """Step a variable on a mini-batch; v and the optimiser's state are changed in place."""
-        direction = clipped(direction, self._bound(variable))
-        rule = self._rules.get(variable)
-        if rule is not None:
-            state = self.memory.setdefault(f"{variable}_optimizer", {})
-            rule.step_(v, direction, self._rate(variable), state, touched)
-            return feasible.project(v)
-        if touched is not None:
-            return touching(v, direction, rate, feasible, touched)
-        return projected_step(v, direction, rate, feasible)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
@@ -325,21 +254,14 @@ class BilevelOptimizer(Optimizer, ABC):
         for name, value in self.memory.items():
             if isinstance(value, Tensor):
                 self.memory[name] = value.clone()
-        # torch would bring all numbers of an optimiser to the dtype of the parameters.
-        given: dict[str, Any] = next(iter(state_dict["state"].values()), {})
-        for variable in get_args(Variable):
-            key = f"{variable}_optimizer"
-            if key in given:
-                self.memory[key] = self._state_of(cast(Variable, variable), given[key])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rules": self._rules}
+        self._load_optimizers(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
 
     def _forget(self) -> None:
+        self._forget_room()
         # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
         self._seconds = 0.0
         # (problem, x, y) after the last step.
@@ -386,15 +308,6 @@ class BilevelOptimizer(Optimizer, ABC):
             optimization_time=memory["optimization_time"],
         )
 
-    def _state_of(self, variable: Variable, state: dict[str, Any]) -> dict[str, Any]:
-        if variable not in self._rules:
-            raise ValueError(
-                f"`{type(self).__name__}.load_state_dict` was given the state of an optimiser of "
-                f"the {variable} variable, and the solver has none: make it with the "
-                f"`{variable}_optimizer` of the run that was saved."
-            )
-        return self._rules[variable].loaded(state, self.param_groups[0]["params"][0].device)
-
     def _check_streaming(self) -> None:
         name = type(self).__name__
         if not self.stochastic:
@@ -415,7 +328,10 @@ class BilevelOptimizer(Optimizer, ABC):
         if self.inner_name not in self.memory:
             return self._read(problem)
         x, y = (
-            torch.cat([p.detach().reshape(-1) for p in group["params"]])
+            torch.cat(
+                [p.detach().reshape(-1) for p in group["params"]],
+                out=self.room(group["level"], group["params"]),
+            )
             for group in self.param_groups
         )
         return x, y
@@ -425,27 +341,6 @@ class BilevelOptimizer(Optimizer, ABC):
         torch._foreach_copy_(parameters, blocks)
         self._point = None
         self._written = []
-
-    def _bound(self, variable: Variable) -> float | None:
-        """Return the bound of a variable's directions; z has that of y."""
-        level = "upper" if variable == "upper" else "lower"
-        bound: float | None = self.param_groups[0].get(f"{level}_clip")
-        return bound
-
-    def _rate(self, variable: Variable) -> float:
-        """Return the rate of a variable with a torch optimiser; that of z follows that of y."""
-        if variable == "upper":
-            return float(self.param_groups[0]["lr"])
-        lr = float(self.param_groups[1]["lr"])
-        own, lower = self._rules[variable].lr, self._rules["lower"].lr
-        return lr if own == lower else lr * (own / lower)
-
-    def _with_rates(self, info: Info, upper: float, lower: float) -> Info:
-        """Show the rates of the levels in their groups, but where a scheduler sets them."""
-        for group, rate in zip(self.param_groups, (upper, lower), strict=True):
-            if group["level"] not in self._rules:
-                group["lr"] = rate
-        return info if "upper" not in self._rules else replace(info, lr=self._rate("upper"))
 
     @property
     def _units(self) -> list[float]:
@@ -567,22 +462,6 @@ def _check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str,
             "does not resolve."
         )
     return ordered
-
-
-def _torch_rules(
-    solver: str, optimizers: Mapping[Variable, OptimizerCallable | None]
-) -> dict[str, TorchRule]:
-    given = {name: make for name, make in optimizers.items() if make is not None}
-    if "inner" in given and "lower" not in given:
-        raise ValueError(
-            f"`{solver}(inner_optimizer=...)` needs a `lower_optimizer`: the rate of the inner "
-            "variable follows the lower level's."
-        )
-    if "lower" in given:
-        given.setdefault("inner", given["lower"])
-    return {
-        name: TorchRule(make, f"{solver}({name}_optimizer=...)") for name, make in given.items()
-    }
 
 
 def _is_power_of_two(unit: float) -> bool:

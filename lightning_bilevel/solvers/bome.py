@@ -79,6 +79,8 @@ class BOME(BilevelOptimizer):
         The paper that this library follows does not say which of them its settings are for.
     """
 
+    for_mini_batches = "F2SA"
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],

@@ -145,9 +145,10 @@ class F2SA(BilevelOptimizer):
         k = self.memory["iteration"]
         alpha = value_at(c["alpha"], k)
         weight = self._weight()
+        d_y = self.room("lower direction", [y])
         return Directions(
             upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=weight),
-            lower=torch.add(sample.upper_y, sample.lower_y, alpha=weight),
+            lower=torch.add(sample.upper_y, sample.lower_y, alpha=weight, out=d_y),
             inner=sample.inner_y,
             multiplier=weight,
             rates=(c["xi"] * alpha, alpha, value_at(c["gamma"], k)),

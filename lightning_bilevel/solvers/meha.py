@@ -13,6 +13,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import projected_step, slope_of_psi
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
@@ -71,13 +72,26 @@ def bracket_y(
 
 
 def brackets(
-    sample: Sample, y: Tensor, theta: Tensor, c: float, gamma: float
+    sample: Sample,
+    y: Tensor,
+    theta: Tensor,
+    c: float,
+    gamma: float,
+    rooms: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return the directions of x, y and :math:`\theta` on a mini-batch, at the old point."""
+    r"""Return the directions of x, y and :math:`\theta` on a mini-batch, at the old point.
+
+    The last two are written into ``rooms``.
+    """
     d_x = torch.add(sample.lower_x - sample.inner_x, sample.upper_x, alpha=1 / c)
-    pull = torch.sub(theta, y).div_(gamma)
-    d_y = torch.add(sample.lower_y, sample.upper_y, alpha=1 / c).add_(pull)
-    return d_x, d_y, pull.add_(sample.inner_y)
+    d_y, d_theta = rooms
+    for f_y, g_y, g_theta, y_part, theta_part, to_y, to_theta in by_pieces(
+        sample.upper_y, sample.lower_y, sample.inner_y, y, theta, d_y, d_theta
+    ):
+        pull = torch.sub(theta_part, y_part, out=to_theta).div_(gamma)
+        torch.add(g_y, f_y, alpha=1 / c, out=to_y).add_(pull)
+        to_theta.add_(g_theta)
+    return d_x, d_y, d_theta
 
 
 class MEHA(BilevelOptimizer):
@@ -175,7 +189,8 @@ class MEHA(BilevelOptimizer):
         alpha, beta, eta, c = (
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
-        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"])
+        rooms = self.room("lower direction", [y]), self.room("inner direction", [y])
+        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"], rooms)
         return Directions(d_x, d_y, d_z, multiplier=c, rates=(alpha, beta, eta))
 
     def advance(

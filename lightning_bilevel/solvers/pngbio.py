@@ -142,7 +142,8 @@ class PNGBiO(BilevelOptimizer):
         alpha, beta, eta, c = (
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
-        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"])
+        rooms = self.room("lower direction", [y]), self.room("inner direction", [y])
+        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"], rooms)
         # The norms stay on the device.
         length_x, length_y = (torch.linalg.vector_norm(d) for d in (d_x, d_y))
         if self.constants["norms"] == "joint":

@@ -83,6 +83,8 @@ class SLM(BilevelOptimizer):
         smoothing the method's name refers to is not part of this reading.
     """
 
+    for_mini_batches = "F2SA"
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],

@@ -47,9 +47,9 @@ def clipped(direction: Tensor, bound: float | None) -> Tensor:
 
 
 def step_constants(
-    solver: str, *, upper_clip: float | None, lower_clip: float | None, **whole: int
+    solver: str, *, upper_clip: float | None, lower_clip: float | None, **when: int
 ) -> dict[str, Any]:
-    """Return the checked constants of a solver's steps: bounds of directions, whole numbers.
+    """Return the checked constants of a solver's steps: bounds of directions, and when x moves.
 
     Example:
         >>> step_constants("F2SA", upper_clip=None, lower_clip=-1.0)
@@ -62,5 +62,7 @@ def step_constants(
                 f"`{solver}({name}={bound!r})` must be positive and finite, or None for no "
                 "clipping."
             )
-    counts = checked_arguments(solver, whole, counts=tuple(whole))
-    return {"upper_clip": upper_clip, "lower_clip": lower_clip, **counts}
+    whole = [name for name in when if name == "x_every"]
+    counts = [name for name in when if name == "warmup"]
+    moves = checked_arguments(solver, when, whole=whole, counts=counts)
+    return {"upper_clip": upper_clip, "lower_clip": lower_clip, **moves}

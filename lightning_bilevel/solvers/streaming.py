@@ -97,7 +97,8 @@ def stream(
     The vectors x and y are changed in place where a torch optimiser moves them, so they must be
     copies of the parameters. Nothing is written before all numbers of the batch are known to be
     finite. A batch with a number that is not finite is left out; after ``patience`` of them in a
-    row the run ends.
+    row the run ends. What interrupts the moves, such as a set that cannot project, leaves
+    the parameters where they were, but the states of torch optimisers may be a step ahead.
 
     Args:
         solver: The method.

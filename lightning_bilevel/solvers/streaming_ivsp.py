@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
+from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
@@ -167,16 +168,22 @@ class StreamingIVSP(BilevelOptimizer):
         phi = self._weight(sample)
         multiplier = phi / c["gamma"]
         self.memory["multiplier"] = multiplier
-        # In place: all gradients of the sample are used once, but for that of f in y.
-        pull = torch.sub(z, y).div_(c["rho"])
-        d_y = sample.lower_y.add_(pull).mul_(multiplier).add_(sample.upper_y)
+        d_y = self.room("lower direction", [y])
+        d_z = self.room("inner direction", [y])
+        rho = c["rho"]
+        for f_y, g_y, g_z, y_part, z_part, to_y, to_z in by_pieces(
+            sample.upper_y, sample.lower_y, sample.inner_y, y, z, d_y, d_z
+        ):
+            pull = torch.sub(z_part, y_part, out=to_z).div_(rho)
+            torch.add(g_y, pull, out=to_y).mul_(multiplier).add_(f_y).div_(1 + multiplier)
+            to_z.add_(g_z)
         d_x = torch.sub(sample.lower_x, sample.inner_x).mul_(phi)
         k = self.memory["iteration"]
         alpha, beta, eta = (value_at(c[name], k) for name in ("alpha", "beta", "eta"))
         return Directions(
             upper=d_x.add_(sample.upper_x, alpha=c["gamma"]),
-            lower=d_y.div_(1 + multiplier),
-            inner=pull.add_(sample.inner_y),
+            lower=d_y,
+            inner=d_z,
             multiplier=multiplier,
             rates=(alpha, beta, eta),
         )

@@ -123,9 +123,10 @@ class VPBGD(BilevelOptimizer):
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants
         gamma = value_at(c["gamma"], self.memory["iteration"])
+        d_y = self.room("lower direction", [y])
         return Directions(
             upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=gamma),
-            lower=torch.add(sample.upper_y, sample.lower_y, alpha=gamma),
+            lower=torch.add(sample.upper_y, sample.lower_y, alpha=gamma, out=d_y),
             inner=sample.inner_y,
             multiplier=gamma,
             rates=(c["alpha"], c["alpha"], c["beta"]),

@@ -2,7 +2,9 @@
 
 An entry gives constants with which the method gets somewhere, and does not diverge, on every
 problem of `helpers.PROBLEMS` and of `parallel.problem`. IVSP stands here twice: as in the paper
-with all constants given, and with what it chooses itself.
+with all constants given, and with what it chooses itself. The second table has those that run on
+mini-batches, with constants for the problem of `finite_sum`; the third the optimisers that both
+levels may have.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from helpers import PROBLEMS, Problem, paper_constants
 
 from lightning_bilevel import (
@@ -30,6 +33,7 @@ from lightning_bilevel import (
     PNGBiO,
     Solution,
     SolverCallable,
+    StreamingIVSP,
     solve,
 )
 
@@ -146,6 +150,34 @@ SOLVERS = {
         ),
     )
 }
+
+STREAMING = {
+    solver.name: solver
+    for solver in (
+        Solver("f2sa", F2SA, {"alpha": 0.05, "gamma": 0.1, "lambda0": 2.0}, 3, kept="z"),
+        Solver("vpbgd", VPBGD, {"alpha": 0.05, "beta": 0.1, "gamma": 2.0}, 3, kept="w"),
+        Solver("meha", MEHA, {**LONG, "c": 2.0}, 3, kept="theta"),
+        Solver("pngbio", PNGBiO, {**LONG, "c": 2.0}, 3, kept="theta"),
+        Solver("pngbio-joint", PNGBiO, {**LONG, "c": 2.0, "norms": "joint"}, 3, kept="theta"),
+        Solver("f2ba", F2BA, {"eta": 0.02, "tau": 0.1, "sigma": 0.5}, 3, kept="z"),
+        Solver("pbgd_free", PBGDFree, {"eta": 0.05, "alpha": 0.1, "gamma": 2.0}, 3, kept="z"),
+        Solver("streaming-ivsp", StreamingIVSP, {"rho": 0.5, "gamma": 0.5}, 3, kept="z"),
+    )
+}
+
+
+def _for_both(make: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    return {"upper_optimizer": make, "lower_optimizer": make}
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": _for_both(partial(torch.optim.SGD, lr=0.02, momentum=0.9)),
+    "adamw": _for_both(partial(torch.optim.AdamW, lr=0.02)),
+}
+
+every_streaming_solver = pytest.mark.parametrize("solver", STREAMING.values(), ids=str)
+every_optimizer = pytest.mark.parametrize("optimizers", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 
 _CAPPED = pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
 
