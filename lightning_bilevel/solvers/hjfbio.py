@@ -86,6 +86,8 @@ class HJFBiO(BilevelOptimizer):
         hypergradient is not exact.
     """
 
+    for_mini_batches = "F2SA"
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
