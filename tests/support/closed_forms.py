@@ -84,15 +84,5 @@ class ClosedForm:
         y = self.solution(x)
         return self.gradients(x, y)[0] + B.T @ self.adjoint(x, y)
 
-    def stationary_point(self) -> Tensor:
-        """A minimiser of F, by BFGS-free means: gradient steps with the closed form."""
-        x = torch.zeros(NX, dtype=torch.float64)
-        for _ in range(20_000):
-            d = self.hypergradient(x)
-            if float(d.norm()) < 1e-13:
-                break
-            x = x - 0.02 * d
-        return x
-
 
 CLOSED_FORMS = [ClosedForm("quadratic", quadratic_upper), ClosedForm("smooth", smooth_upper)]
