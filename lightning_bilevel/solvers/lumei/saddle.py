@@ -174,7 +174,7 @@ class _Proximal:
         residual = norm(total)
         if self._gamma * residual <= norm(self.v - start):
             return True
-        # Near the solution both sides drown in rounding. The published code adds 1e-8 to the squares:
-        # on the problem of the tests this ends all progress at a residual of 5e-5.
+        # Near the solution both sides drown in rounding. The published code adds 1e-8 to the
+        # squares: on the problem of the tests this ends all progress at a residual of 5e-5.
         terms = norm(A) + norm(self.b) + self._saddle.L * norm(self.v)
         return residual <= _NOISE * torch.finfo(self.v.dtype).eps * terms

@@ -78,8 +78,8 @@ class LuMei(BilevelOptimizer):
         paper's text was not at hand. Sets take the place of its nonsmooth proximal terms, and its
         functional constraints on the lower level (Algorithm 4) are not part of this. The code adds
         1e-8 to the inner stopping rule; here the slack is the rounding of the terms, because a
-        fixed one ends all progress at about its square root. The code's cap is for the loop within, here it is
-        for the whole iteration.
+        fixed one ends all progress far above rounding. The code's cap is for the loop within, here
+        it is for the whole iteration.
     """
 
     for_mini_batches = "F2SA"
