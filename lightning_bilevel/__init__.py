@@ -63,6 +63,7 @@ from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin
 from lightning_bilevel.solvers import AID as AID
 from lightning_bilevel.solvers import BOME as BOME
 from lightning_bilevel.solvers import DARTS as DARTS
+from lightning_bilevel.solvers import F2BA as F2BA
 from lightning_bilevel.solvers import F2SA as F2SA
 from lightning_bilevel.solvers import ITD as ITD
 from lightning_bilevel.solvers import IVSP as IVSP
@@ -71,7 +72,10 @@ from lightning_bilevel.solvers import SLM as SLM
 from lightning_bilevel.solvers import SOBA as SOBA
 from lightning_bilevel.solvers import VPBGD as VPBGD
 from lightning_bilevel.solvers import BilevelOptimizer as BilevelOptimizer
+from lightning_bilevel.solvers import HJFBiO as HJFBiO
 from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
+from lightning_bilevel.solvers import LuMei as LuMei
+from lightning_bilevel.solvers import PBGDFree as PBGDFree
 from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo

@@ -183,7 +183,7 @@ class TestContract:
             tensors = {
                 name for name, value in state["state"][0].items() if isinstance(value, Tensor)
             }
-            kept = {name for name in (solver.kept, solver.adjoint) if name}
+            kept = {solver.kept, *solver.also} - {None}
             if solver.kind is IVSP:
                 kept |= {"proved_w", "before_w"}
             assert tensors == kept
