@@ -576,7 +576,7 @@ def test_with_torch_optimisers_a_resumed_run_is_the_same(solver: Any, make: Any)
 def test_they_are_not_for_mini_batches() -> None:
     problem = CLOSED_FORMS[0].build(mini_batch=True)
     for solver in SOLVERS:
-        with pytest.raises(BilevelError, match="`F2SA`, which may see another batch"):
+        with pytest.raises(BilevelError, match="`StreamingIVSP`, which may see another batch"):
             solver(groups(X, torch.zeros(closed_forms.NY, dtype=torch.float64))).step(
                 problem=problem
             )
