@@ -32,7 +32,11 @@ Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
 Gradients = list[Tensor | None]
 
-NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}
+NAMES = {
+    "f": "The upper-level function f",
+    "g": "The lower-level function g",
+    "c": "A constraint c",
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,19 @@ class Calls:
         products: Products of second derivatives of g with a vector, by double differentiation.
             Each counts as two passes: one forward and backward through g, and one through the graph
             of its gradient. A product by a central difference of gradients counts as a gap.
+        constraints: Evaluations of a constraint beside the lower level, with its gradient.
     """
 
     upper: int = 0
     lower: int = 0
     gap: int = 0
     products: int = 0
+    constraints: int = 0
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of f or g; a gap and a product are two passes each."""
-        return self.upper + self.lower + 2 * self.gap + 2 * self.products
+        """Forward and backward passes; a gap and a product are two passes each."""
+        return self.upper + self.lower + 2 * (self.gap + self.products) + self.constraints
 
     def __add__(self, other: Calls) -> Calls:
         return Calls(
@@ -64,6 +70,7 @@ class Calls:
             self.lower + other.lower,
             self.gap + other.gap,
             self.products + other.products,
+            self.constraints + other.constraints,
         )
 
     def __sub__(self, other: Calls) -> Calls:
@@ -72,6 +79,7 @@ class Calls:
             self.lower - other.lower,
             self.gap - other.gap,
             self.products - other.products,
+            self.constraints - other.constraints,
         )
 
 

@@ -15,7 +15,10 @@ from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["Certifier", "Question"]
+__all__ = ["Certifier", "Multipliers", "Question"]
+
+# The multiplier of R, and those of the constraints beside the lower level, where they are known.
+Multipliers = tuple[float | None, tuple[float, ...] | None]
 
 
 class Question(NamedTuple):
@@ -26,6 +29,7 @@ class Question(NamedTuple):
         envelope: The Moreau envelope.
         tolerance: The accuracy of the proximal point.
         multiplier: The multiplier that belongs to the point.
+        constraint_multipliers: Those of the constraints beside the lower level.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
         passes: The most passes of g for the proximal point; None for no such limit.
@@ -35,6 +39,7 @@ class Question(NamedTuple):
     envelope: Envelope
     tolerance: float | None
     multiplier: float | None
+    constraint_multipliers: tuple[float, ...] | None
     evaluated_on: str
     point: str = ""
     passes: int | None = None
@@ -63,13 +68,14 @@ class Certifier:
 
     Attributes:
         start: The gradients at the start of the run. Later gradients are compared with them.
-        multiplier: The multiplier of a restored point; None is the solver's.
+        multipliers: The multipliers of a restored point: that of R, and those of the constraints
+            beside the lower level; None are the solver's.
         seconds: The time that certificates have taken.
         last: The latest certificate. It is returned again for the same question at the same point.
     """
 
     start: Start | None = None
-    multiplier: float | None = None
+    multipliers: Multipliers | None = None
     seconds: float = 0.0
     last: _Answer | None = None
 
@@ -102,6 +108,7 @@ class Certifier:
             *point,
             question.envelope,
             multiplier=question.multiplier,
+            constraint_multipliers=question.constraint_multipliers,
             tolerance=question.tolerance,
             qualification=declared.qualification,
             kinks=declared.kinks(),
