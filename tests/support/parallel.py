@@ -17,7 +17,7 @@ from typing import Any
 import tables
 import torch
 from lightning.pytorch import Trainer
-from modules import EncodedOnce, Weighting, samples
+from modules import Bounded, EncodedOnce, Weighting, samples
 from records import Recorder
 
 from lightning_bilevel import (
@@ -91,6 +91,10 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
     if task == "one sample":  # the second process has nothing to do
         return Weighting(1, solver=solver), FullBatchDataModule(
             samples(1, 1), samples(1, 2), samples(1, 1), epoch_length=5
+        )
+    if task == "bounded":
+        return Bounded(9, solver=solver), FullBatchDataModule(
+            samples(21, 1), samples(9, 2), epoch_length=5
         )
     if task == "weights":  # chunks that go whole to one process each
         parts = [samples(7, s) for s in (1, 2, 3)]

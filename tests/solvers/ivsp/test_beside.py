@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from modules import Weighting, weighting_data
+from modules import Bounded, Weighting, weighting_data
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -337,15 +337,6 @@ class TestRefused:
         assert "violated at every point" not in reading
 
 
-class Bounded(Weighting):
-    """The samples must keep a share of their weight."""
-
-    SHARE = 0.7
-
-    def constraints(self, batch: Any) -> list[Tensor]:  # type: ignore[override]
-        return [self.SHARE - self.logits.sigmoid().mean()]
-
-
 def test_a_module_declares_them(tmp_path: Path) -> None:
     solver = partial(IVSP, delta=1e-3)
     free = Weighting(solver=solver)
@@ -364,6 +355,7 @@ def test_a_module_declares_them(tmp_path: Path) -> None:
     assert float(free.logits.detach().sigmoid().mean()) < Bounded.SHARE - 0.05
     assert float(bounded.logits.detach().sigmoid().mean()) > Bounded.SHARE - 0.02
     assert report.certificate is not None
-    assert len(report.certificate.constraint_multipliers) == 1
+    assert len(report.certificate.constraint_multipliers) == 2
     expected = Bounded.SHARE - float(bounded.logits.detach().sigmoid().mean())
-    assert report.certificate.constraints == pytest.approx((expected,), abs=1e-6)
+    assert report.certificate.constraints[0] == pytest.approx(expected, abs=1e-6)
+    assert report.certificate.constraints[1] == pytest.approx(report.certificate.upper - 0.9)
