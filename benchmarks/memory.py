@@ -8,6 +8,7 @@ what else the process holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.results import Curve, Row, Section, installed, skipped
 from benchmarks.tasks import Size, Task, cleaning, solver
-from lightning_bilevel import BilevelOptimizer, BilevelProblem, Box
+from lightning_bilevel import ITD, BilevelOptimizer, BilevelProblem, Box
 
 STEPS = (5, 10, 20, 40)
+DIFFERENTIATED = "ITD, all steps differentiated"
 
 
 def peak_bytes(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> int:
@@ -73,6 +75,25 @@ def ivsp(size: Size, steps: int) -> Callable[[], object]:
     return work
 
 
+def differentiated(size: Size, steps: int) -> Callable[[], object]:
+    """Return an iteration of ITD that differentiates that many steps."""
+    chosen = partial(ITD, alpha=1.0, beta=0.1, T=steps)
+    method, problem = cleaning(size, chosen=chosen).alone()
+    method.step(problem=problem)
+    return lambda: method.step(problem=problem)
+
+
+def lower_vector(size: Size) -> float:
+    """Return the MiB of one vector y of the task."""
+    module = cleaning(size).build()
+    return sum(p.numel() * p.element_size() for p in module.classifier.parameters()) / 2**20
+
+
+def vectors_per_step(curve: Curve, size: Size) -> float:
+    """Return by how many vectors y the peak grows with each differentiated step."""
+    return (curve.ys[-1] - curve.ys[0]) / (curve.xs[-1] - curve.xs[0]) / lower_vector(size)
+
+
 def unrolled(task: Task, library: str, steps: int) -> Callable[[], object]:
     """Return the hypergradient of f after that many differentiated steps on g."""
     module, (images, labels), lower = task.build(), task.data.upper[:2], task.data.lower
@@ -120,6 +141,7 @@ def curves(size: Size) -> Iterator[tuple[Curve, str | None]]:
     yield measured("IVSP", lambda steps: ivsp(size, steps)), None
     for name, label in (("vpbgd", "V-PBGD"), ("f2sa", "F2SA")):
         yield measured(label, lambda steps, name=name: ours(size, name, steps)), None
+    yield measured(DIFFERENTIATED, lambda steps: differentiated(size, steps)), None
     task = cleaning(size)
     for library in ("higher", "torchopt"):
         if installed(library) is None:
@@ -176,7 +198,13 @@ def run(size: Size) -> Section:
             continue
         drawn.append(curve)
         note = f"{curve.ys[0]:.3g} to {curve.ys[-1]:.3g} MiB beyond the data"
-        rows.append(Row(what, growth(curve), at_most=None if package else 1.05, note=note))
+        bounded = package is None and curve.name != DIFFERENTIATED
+        rows.append(Row(what, growth(curve), at_most=1.05 if bounded else None, note=note))
+        if package or curve.name == DIFFERENTIATED:
+            # ITD keeps a vector y for each step; a graph of all steps keeps each step's graph.
+            what = f"{curve.name}: vectors y per inner step"
+            most = 1.05 if curve.name == DIFFERENTIATED else None
+            rows.append(Row(what, vectors_per_step(curve, size), at_most=most))
     note = "the synthetic problem; the four that f and g themselves need are included"
     rows.append(
         Row(

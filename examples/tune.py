@@ -1,5 +1,8 @@
 """Choose the settings of each method by its validation loss, with the same time for each run.
 
+On a machine that others use too, `--passes` gives each run the same number of passes through f or g
+instead of the same time.
+
 A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml`
 with these arguments of its solver changed; a leading dot means an argument of the model. The
 changes under `common`, such as another data set, apply to every config. Give each method the same
@@ -7,6 +10,7 @@ number of runs. The choice does not use the test set.
 
 Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
      python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s
+     python examples/tune.py configs/omniglot_cpu examples/grids/omniglot_cited.yaml --passes 300
 """
 
 from __future__ import annotations
@@ -17,9 +21,40 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch import Callback, Trainer
 
+from lightning_bilevel import BilevelError
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.compare import compare
+from lightning_bilevel.cli.configs import read_config
+from lightning_bilevel.cli.method import Method
+
+
+class PassBudget(Callback):
+    """Stops fit when the solver has made its passes."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+        trainer.should_stop = module.last_step.passes >= self.passes
+
+
+def loss_after(passes: int, file: Path, out: Path) -> float:
+    """Return the validation loss of a config after so many passes, or inf if the run failed."""
+    config = read_config(file)
+    (out / config.name).mkdir(parents=True, exist_ok=True)
+    (out / config.name / "config.yaml").write_text(file.read_text())
+    method = Method(out, config, [PassBudget(passes)], enable_checkpointing="false")
+    try:
+        method.trainer.fit(method.model, datamodule=method.datamodule)
+        method.trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
+    except BilevelError as error:
+        print(f"{config.name}: {error}", flush=True)
+        return float("inf")
+    loss = float(method.trainer.callback_metrics["val_loss"])
+    print(f"{config.name}: {loss:.4g} after {method.model.last_step.passes} passes", flush=True)
+    return loss
 
 
 def merge(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +74,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("grid", type=Path)
     parser.add_argument("--budget", default="2s")
+    parser.add_argument("--passes", type=int, help="passes of each run, in place of the budget")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", help="configs to tune; all of the grid if not given")
     given = parser.parse_args()
     grid = yaml.safe_load(given.grid.read_text())
     common = grid.pop("common", {})
     grid = {name: runs for name, runs in grid.items() if not given.only or name in given.only}
-    out = given.out or Path(f"tuning-{given.grid.stem}-{given.budget}")
+    label = f"{given.passes}-passes" if given.passes else given.budget
+    out = given.out or Path(f"tuning-{given.grid.stem}-{label}")
     variants = out / "configs"
     variants.mkdir(parents=True, exist_ok=True)
     changes = {}
@@ -62,10 +99,14 @@ def main() -> None:
             changes[f"{name}-{number}"] = change
             (variants / f"{name}-{number}.yaml").write_text(yaml.safe_dump(config))
     files = [variants / f"{name}.yaml" for name in changes]
-    results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
-    losses = {
-        r.name: r.rows[-1]["val_loss"] if r.rows and not r.error else float("inf") for r in results
-    }
+    if given.passes:
+        losses = {file.stem: loss_after(given.passes, file, out / "runs") for file in files}
+    else:
+        results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
+        losses = {
+            r.name: r.rows[-1]["val_loss"] if r.rows and not r.error else float("inf")
+            for r in results
+        }
     for name in grid:
         mine = sorted((loss, run) for run, loss in losses.items() if run.rsplit("-", 1)[0] == name)
         for loss, run in mine:

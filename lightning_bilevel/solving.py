@@ -95,7 +95,7 @@ class Solution:
 def solve(
     problem: BilevelProblem,
     x0: Tensor,
-    y0: Tensor,
+    y0: Tensor | None = None,
     solver: SolverCallable = IVSP,
     max_steps: int = 1000,
     *,
@@ -108,7 +108,8 @@ def solve(
     Args:
         problem: f, g and the sets.
         x0: The start of the upper level, a flat vector.
-        y0: The start of the lower level, a flat vector.
+        y0: The start of the lower level, a flat vector. None for a problem without a
+            lower level whose functions do not use y: it is then a number that stays 0.
         solver: A class or function that makes the solver from parameter groups, such as
             ``functools.partial(IVSP, rho=0.5)``.
         max_steps: The number of outer iterations; with ``epsilon`` the most.
@@ -151,7 +152,7 @@ def solve_with(
     call: str,
     background: Background,
     problem: BilevelProblem,
-    start: tuple[Tensor, Tensor],
+    start: tuple[Tensor, Tensor | None],
     solver: SolverCallable,
     max_steps: int,
     *,
@@ -185,7 +186,15 @@ def solve_with(
         raise ValueError(
             f"`{call}(epsilon={epsilon})` must be positive, or None to make all iterations."
         )
-    x, y = _start("x0", start[0]), _start("y0", start[1])
+    x = _start("x0", start[0])
+    y0 = start[1]
+    if y0 is None:
+        if not problem.single_level:
+            raise TypeError(
+                f"`{call}(y0=None)` must be a flat vector: the lower level needs a start."
+            )
+        y0 = torch.zeros_like(x[:1])
+    y = _start("y0", y0)
     groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
     optimizer = _build_solver(call, solver, groups)
     # The solver projects its start onto the sets, so the check does too.
@@ -256,8 +265,8 @@ class _Look:
         iteration = self.optimizer.progress.iterations
         if self.known is None or self.known[0] != iteration:
             name = f"the last iterate, iteration {iteration}"
-            multiplier = self.optimizer.multiplier
-            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
+            multipliers = self.optimizer.multiplier, self.optimizer.constraint_multipliers
+            self.known = iteration, self._certify(self.point, envelope, multipliers, name)
         return self.known[1]
 
     def proved(self) -> Proved | None:
@@ -266,14 +275,15 @@ class _Look:
         envelope = self.optimizer.envelope
         if kept is None or envelope is None:
             return None
-        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
+        multipliers = kept.multiplier, kept.constraint_multipliers
+        certificate = self._certify((kept.x, kept.y), envelope, multipliers, str(kept))
         return Proved(kept.x, kept.y, certificate, kept.iteration)
 
     def _certify(
         self,
         point: tuple[Tensor, Tensor],
         envelope: Envelope,
-        multiplier: float | None,
+        multipliers: tuple[float | None, tuple[float, ...] | None],
         name: str,
     ) -> Certificate:
         began = time.perf_counter()
@@ -281,7 +291,8 @@ class _Look:
             self.problem,
             *point,
             envelope,
-            multiplier=multiplier,
+            multiplier=multipliers[0],
+            constraint_multipliers=multipliers[1],
             tolerance=self.tolerance,
             qualification=self.background.qualification,
             kinks=self.background.kinks,

@@ -40,7 +40,7 @@ class KKTMonitor(CertificateMonitor):
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
 
     Attributes:
-        best: The best point: iteration, kkt, multiplier, x, y and buffers. Empty before the first
+        best: The best point: iteration, kkt, multipliers, x, y and buffers. Empty before the first
             look.
         stopped: Why the run was stopped; empty if it was not.
     """
@@ -97,6 +97,7 @@ class KKTMonitor(CertificateMonitor):
                 "iteration": iteration,
                 "kkt": c.kkt,
                 "multiplier": c.multiplier,
+                "constraint_multipliers": c.constraint_multipliers,
                 "x": x,
                 "y": y,
                 "buffers": pl_module.written_buffers,
@@ -125,7 +126,12 @@ class KKTMonitor(CertificateMonitor):
         super().on_train_end(trainer, pl_module)
         best = self.best
         if self.restore_best and best and best["iteration"] != pl_module.last_step.iteration:
-            pl_module.restore((best["x"], best["y"]), best["multiplier"], best.get("buffers"))
+            pl_module.restore(
+                (best["x"], best["y"]),
+                best["multiplier"],
+                best.get("buffers"),
+                best.get("constraint_multipliers"),
+            )
             rank_zero_info(
                 f"KKTMonitor restored the point of iteration {best['iteration']}, whose KKT "
                 f"residual is {best['kkt']:.2e}."

@@ -175,17 +175,17 @@ def listing() -> str:
     }
     shared = sorted(set.intersection(*map(set, methods.values())))
     on_mini_batches = sorted(set.intersection(*map(set, streamed.values())))
-    more = [
-        f"{name}/{method}"
+    further = {
+        name: [method for method in own_methods if method not in shared]
         for name, own_methods in methods.items()
-        for method in own_methods
-        if method not in shared
-    ]
+    }
+    more = [f"  {name} has {', '.join(added)} too" for name, added in further.items() if added]
     return "\n".join(
         [
             *map("  ".join, rows),
             "",
-            f"Each task has one config per method: {', '.join(shared)}; and {', '.join(more)}.",
+            f"Each task has one config per method: {', '.join(shared)}.",
+            *more,
             f"Those on mini-batches have: {', '.join(on_mini_batches)}.",
             "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
             "  lightning-bilevel fit --config synthetic/ivsp --print_config    "

@@ -15,7 +15,11 @@ __all__ = ["theorem"]
 
 
 def theorem(
-    verdict: Verdict, upper_set: ConvexSet, lower_set: ConvexSet, kinks: Sequence[str] = ()
+    verdict: Verdict,
+    upper_set: ConvexSet,
+    lower_set: ConvexSet,
+    kinks: Sequence[str] = (),
+    beyond: str = "",
 ) -> str:
     """Say whether the theorem covers a problem.
 
@@ -24,10 +28,11 @@ def theorem(
         upper_set: X.
         lower_set: Y.
         kinks: The parts of f or g that are not differentiable, such as "ReLU".
+        beyond: What the problem is that the theorem does not know, in words; empty for nothing.
     """
     sets = {"X": is_bounded(upper_set), "Y": is_bounded(lower_set)}
     unbounded = [name for name, bounded in sets.items() if bounded is False]
-    against = []
+    against = [beyond] if beyond else []
     if unbounded:
         against.append(f"{' and '.join(unbounded)} {_are(unbounded)} unbounded")
     if kinks:

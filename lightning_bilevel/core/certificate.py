@@ -7,6 +7,10 @@ For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier
     \Phi^s = \operatorname{dist}(0, \nabla f + \lambda \nabla R + N_C(w)), \qquad
     \Phi^f = [R(w)]_+, \qquad \Phi^c = |\lambda R(w)|
 
+Constraints :math:`c_i(w) \le 0` beside the lower level have a multiplier each. Their gradients
+enter the sum, and feasibility and complementarity are the largest of R and the constraints. Without
+a lower level there is no R.
+
 For a lower level that is not convex, R <= 0 says that y is nearly stationary for g(x, .), which it
 also is at a maximum: that y is nearly optimal is not certified.
 """
@@ -17,14 +21,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.assumptions import theorem
+from lightning_bilevel.core.lagrangian import Lagrangian
 from lightning_bilevel.core.lower import LowerLevel
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap
-from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest_residual
+from lightning_bilevel.core.moreau import Envelope, MoreauPoint, evaluate_gap
+from lightning_bilevel.core.multiplier import smallest_residual
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
 from lightning_bilevel.core.qualification import Qualification, judge
@@ -33,6 +39,17 @@ from lightning_bilevel.table import table
 
 __all__ = ["Certificate", "certify"]
 
+# The rows of a table that speak of the lower level.
+_OF_LOWER_LEVEL = (
+    "multiplier",
+    "Moreau gap H",
+    "residual R = H - delta",
+    "lower level g",
+    "|y - z|",
+    "stationarity of z for g",
+    "relaxation",
+)
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -40,12 +57,13 @@ class Certificate:
 
     Attributes:
         stationarity: :math:`\Phi^s`.
-        feasibility: :math:`\Phi^f`, the violation of the gap constraint.
+        feasibility: :math:`\Phi^f`, the largest violation of a constraint.
         complementarity: :math:`\Phi^c`.
         multiplier: :math:`\lambda`.
         own_multiplier: Whether the solver reported the multiplier. Otherwise it is the
             least-squares one.
-        smallest_kkt: The smallest value of ``kkt`` over all multipliers :math:`\lambda \ge 0`.
+        smallest_kkt: The smallest value of ``kkt`` over all multipliers :math:`\lambda \ge 0`; the
+            multipliers of the constraints beside the lower level stay as they are.
         gap: H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .).
         residual: R = H - delta, the relaxed residual, negative where the constraint is slack.
         upper: f.
@@ -53,8 +71,8 @@ class Certificate:
         prox_distance: |y - z|, z the proximal point.
         prox_stationarity: |y - z| / rho, a bound on how far z, not y, is from being stationary for
             g(x, .) over Y; equal to it where z is in the interior of Y.
-        distance_bound: What delta + ``feasibility`` guarantees for ``prox_distance``.
-        stationarity_bound: What delta + ``feasibility`` guarantees for ``prox_stationarity``.
+        distance_bound: What delta + :math:`[R]_+` guarantees for ``prox_distance``.
+        stationarity_bound: What delta + :math:`[R]_+` guarantees for ``prox_stationarity``.
         rho: The parameter of the Moreau envelope.
         sigma: The assumed weak-convexity modulus.
         delta: The relaxation.
@@ -74,6 +92,9 @@ class Certificate:
             whole run.
         point: Which point of the run this is, in words; empty for the current one.
         passes: The passes of f and g that the certificate took.
+        constraints: The values of the constraints beside the lower level.
+        constraint_multipliers: Their multipliers.
+        single_level: Whether the problem has no lower level. The Moreau gap is then 0.
     """
 
     stationarity: float
@@ -106,13 +127,21 @@ class Certificate:
     evaluated_on: str = ""
     point: str = ""
     passes: int = field(default=0, compare=False)
+    constraints: tuple[float, ...] = ()
+    constraint_multipliers: tuple[float, ...] = ()
+    single_level: bool = False
+
+    def __post_init__(self) -> None:
+        # JSON has lists.
+        object.__setattr__(self, "constraints", tuple(self.constraints))
+        object.__setattr__(self, "constraint_multipliers", tuple(self.constraint_multipliers))
 
     @property
     def kkt(self) -> float:
         """The largest of the three residuals."""
         return max(self.stationarity, self.feasibility, self.complementarity)
 
-    def as_dict(self) -> dict[str, float | bool | str | None]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers and words, for JSON."""
         return asdict(self)
 
@@ -144,6 +173,11 @@ class Certificate:
             ("constraint qualification", self.qualification),
             ("theorem of IVSP", self.theorem),
         ]
+        if self.single_level:
+            rows = [row for row in rows if row[0] not in _OF_LOWER_LEVEL]
+        beside = zip(self.constraints, self.constraint_multipliers, strict=True)
+        for number, (value, multiplier) in enumerate(beside, start=1):
+            rows.append((f"constraint {number}", f"{value:.3e} (multiplier {multiplier:.4g})"))
         if self.evaluated_on:
             rows.insert(0, ("evaluated on", self.evaluated_on))
         if self.point:
@@ -161,6 +195,7 @@ def certify(
     envelope: Envelope,
     *,
     multiplier: float | None = None,
+    constraint_multipliers: Sequence[float] | None = None,
     tolerance: float | None = None,
     qualification: Qualification = "not known",
     kinks: Sequence[str] = (),
@@ -178,6 +213,7 @@ def certify(
         envelope: rho, sigma and delta.
         multiplier: The :math:`\lambda` of the solver; None chooses the one that minimises the
             stationarity alone.
+        constraint_multipliers: Those of the constraints beside the lower level; None likewise.
         tolerance: The accuracy of the proximal point; None is 1e-9 in float64, 1e-5 otherwise.
         qualification: What is known about the constraint qualification: words, a verdict, a
             :class:`~lightning_bilevel.core.qualification.Condition` or a function of the envelope.
@@ -213,54 +249,53 @@ def certify(
     calls = problem.calls
     with problem.uncounted():
         upper = problem.upper(x, y)
-        lower = problem.at(x, remember=False)
-        prox = partial(precise_prox, lower, y, envelope.rho, problem.lower_set)
-        if passes is None:
-            z = prox(tolerance=tolerance)
+        limits = problem.limits(x, y)
+        if problem.single_level:
+            slope = torch.zeros_like(y)
+            gap = MoreauPoint(y, 0.0, -envelope.delta, torch.zeros_like(x), slope)
         else:
-            z = prox(tolerance=tolerance, max_iterations=passes, best_effort=True)
-            tolerance = max(tolerance, _accuracy(problem, lower, y, z, envelope.rho))
-        slope = lower.gradient(y, keep=True)
-        gap = evaluate_gap(lower, y, z, envelope)
+            gap, slope, tolerance = _look_below(problem, x, y, envelope, tolerance, passes)
         spent = (problem.calls - calls).passes
+    lagrangian = Lagrangian(problem, x, y, upper, gap, limits)
+    weight, others = lagrangian.multipliers(multiplier, constraint_multipliers)
 
-    def stationarity(weight: float) -> float:
-        return math.hypot(
-            problem.upper_set.normal_cone_distance(x, upper.grad_x + weight * gap.grad_x),
-            problem.lower_set.normal_cone_distance(y, upper.grad_y + weight * gap.grad_y),
-        )
+    def stationarity(value: float) -> float:
+        return lagrangian.stationarity(value, others)
 
-    weight = least_squares_multiplier(stationarity) if multiplier is None else multiplier
-    feasibility = max(gap.residual, 0.0)
+    # The residuals of the constraints beside the lower level; they do not depend on the weight.
+    violation = max((0.0, *limits.values))
+    products = [abs(other * value) for other, value in zip(others, limits.values, strict=True)]
+    beside = max((violation, *products))
+    below = max(gap.residual, 0.0)
     verdict = judge(qualification, envelope, problem.lower_set, problem.upper_set)
-    distance = norm(y - z)
-    gradient_y = upper.grad_y + weight * gap.grad_y
+    distance = norm(y - gap.z)
+    _, gradient_y = lagrangian.gradient(weight, others)
     length = norm(gradient_y)
     free = problem.lower_set.normal_cone_distance(y, gradient_y)
     # A cone splits a vector into two orthogonal parts (Moreau): the absorbed part and the rest.
     held_share = math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0
     return Certificate(
         stationarity=stationarity(weight),
-        feasibility=feasibility,
-        complementarity=abs(weight * gap.residual),
+        feasibility=max(below, violation),
+        complementarity=max((abs(weight * gap.residual), *products)),
         multiplier=weight,
         own_multiplier=multiplier is not None,
-        smallest_kkt=smallest_residual(stationarity, gap.residual, weight),
+        smallest_kkt=max(smallest_residual(stationarity, gap.residual, weight), beside),
         gap=max(gap.residual + envelope.delta, 0.0),
         residual=gap.residual,
         upper=upper.value,
         lower=gap.lower,
         prox_distance=distance,
         prox_stationarity=distance / envelope.rho,
-        distance_bound=envelope.distance_bound(feasibility),
-        stationarity_bound=envelope.stationarity_bound(feasibility),
+        distance_bound=envelope.distance_bound(below),
+        stationarity_bound=envelope.stationarity_bound(below),
         rho=envelope.rho,
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
         held_share=held_share,
         qualification=verdict.words,
-        theorem=theorem(verdict, problem.upper_set, problem.lower_set, kinks),
+        theorem=theorem(verdict, problem.upper_set, problem.lower_set, kinks, _beyond(problem)),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),
@@ -270,7 +305,36 @@ def certify(
         evaluated_on=evaluated_on,
         point=point,
         passes=spent,
+        constraints=limits.values,
+        constraint_multipliers=others,
+        single_level=problem.single_level,
     )
+
+
+def _beyond(problem: BilevelProblem) -> str:
+    if problem.single_level:
+        return "there is no lower level"
+    return "" if problem.constraints is None else "it knows no constraints beside the lower level"
+
+
+def _look_below(
+    problem: BilevelProblem,
+    x: Tensor,
+    y: Tensor,
+    envelope: Envelope,
+    tolerance: float,
+    passes: int | None,
+) -> tuple[MoreauPoint, Tensor, float]:
+    """Return R with its gradients, the gradient of g in y, and the accuracy of the former."""
+    lower = problem.at(x, remember=False)
+    prox = partial(precise_prox, lower, y, envelope.rho, problem.lower_set)
+    if passes is None:
+        z = prox(tolerance=tolerance)
+    else:
+        z = prox(tolerance=tolerance, max_iterations=passes, best_effort=True)
+        tolerance = max(tolerance, _accuracy(problem, lower, y, z, envelope.rho))
+    slope = lower.gradient(y, keep=True)
+    return evaluate_gap(lower, y, z, envelope), slope, tolerance
 
 
 def _accuracy(

@@ -20,11 +20,13 @@ from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 from lightning_bilevel.core.stamp import Stamp
 
 __all__ = [
+    "FullGap",
     "Function",
     "Gap",
     "LowerLevel",
     "LowerTerm",
     "Part",
+    "Products",
     "RecentPoints",
     "nothing",
     "rescaled",
@@ -90,6 +92,32 @@ class Gap(NamedTuple):
     value_z: float
     grad_x: Tensor
     grad_y: Tensor
+
+
+class FullGap(NamedTuple):
+    """g(x, y) and g(x, z), the gradient of their difference in x, and each in its own point."""
+
+    value_y: float
+    value_z: float
+    grad_x: Tensor
+    grad_y: Tensor
+    grad_z: Tensor
+
+
+class Products(NamedTuple):
+    r"""Products of the second derivatives of g with a vector v, with the value and the gradient.
+
+    Attributes:
+        value: g(x, y).
+        grad_y: :math:`\nabla_y g(x, y)`.
+        yy: :math:`\nabla^2_{yy} g(x, y)\, v`.
+        xy: :math:`\nabla_x \langle \nabla_y g(x, y), v \rangle`.
+    """
+
+    value: float
+    grad_y: Tensor
+    yy: Tensor
+    xy: Tensor
 
 
 class _Point(NamedTuple):
@@ -215,6 +243,64 @@ class LowerLevel:
         (value_y, _), (grad,) = self._difference(self._point(y), z, (self.x,))
         return value_y, or_zeros(grad, self.x)
 
+    def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
+        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z.
+
+        This too is one backward pass. Nothing is remembered: such points are visited once.
+        """
+        # Two points of their own: y and z may be one tensor, and then have a gradient each.
+        first = _Point(Stamp(y), leaf(y))
+        second = _Point(Stamp(z), leaf(z))
+        inputs = (self.x, first.leaf, second.leaf)
+        (value_y, value_z), (grad_x, grad_y, minus_grad_z) = self._differentiate_pair(
+            first, second, inputs
+        )
+        return FullGap(
+            value_y,
+            value_z,
+            or_zeros(grad_x, self.x),
+            coupled("g", grad_y),
+            -coupled("g", minus_grad_z),
+        )
+
+    def products(self, y: Tensor, v: Tensor) -> Products:
+        """Return the products of the second derivatives of g at (x, y) with v, and the gradient.
+
+        They are computed by double differentiation. No graph is kept.
+        """
+        point = self._point(y, remember=False)
+        value, (grad_y, yy, xy) = self._twice(point, v, (point.leaf, self.x))
+        return Products(value, coupled("g", grad_y), or_zeros(yy, y), or_zeros(xy, self.x))
+
+    def curvature(self, y: Tensor, v: Tensor) -> Tensor:
+        """Return the product of the second derivative of g in y with v alone; x is a constant."""
+        point = self._point(y)
+        _, (grad_y, yy) = self._twice(point, v, (point.leaf,))
+        coupled("g", grad_y)
+        return or_zeros(yy, y)
+
+    def _twice(
+        self, point: _Point, v: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[float, list[Tensor | None]]:
+        """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
+        self._passes.calls += Calls(products=1)
+        in_y_alone = len(inputs) == 1
+
+        def evaluate(term: LowerTerm, constant: Any) -> Tensor:
+            if in_y_alone:
+                features = constant
+            elif self._graph is not None:
+                features = self._graph
+            else:
+                features = term.features_at(self.x)
+            return term.loss(features, point.outputs(term))
+
+        terms = [
+            partial(evaluate, term, constant)
+            for term, constant in zip(self._terms, self._features, strict=True)
+        ]
+        return self._passes.differentiate_twice("g", terms, point.leaf, v, inputs)
+
     def _point(self, y: Tensor, remember: bool = True) -> _Point:
         return self._recent.at(y, self._outputs, remember)
 
@@ -233,17 +319,21 @@ class LowerLevel:
         self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]
     ) -> tuple[tuple[float, float], list[Tensor | None]]:
         """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
-        other = self._point(z)
+        return self._differentiate_pair(y, self._point(z), inputs)
+
+    def _differentiate_pair(
+        self, y: _Point, z: _Point, inputs: tuple[Tensor, ...]
+    ) -> tuple[tuple[float, float], list[Tensor | None]]:
+        """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
         self._passes.calls += Calls(gap=1)
         # The backward pass uses up the graph of the features.
         graph = self._graph
         self._graph = None
-        in_x_alone = len(inputs) == 1
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
             features = term.features_at(self.x) if graph is None else graph
-            first = term.loss(features, y.outputs(term, constant=in_x_alone))
-            return first, term.loss(features, other.outputs(term, constant=True))
+            first = term.loss(features, y.outputs(term, constant=len(inputs) < 2))
+            return first, term.loss(features, z.outputs(term, constant=len(inputs) < 3))
 
         pairs = [partial(pair, term) for term in self._terms]
         return self._passes.differentiate_difference(

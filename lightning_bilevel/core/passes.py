@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.vectors import norm
 
 __all__ = [
@@ -32,7 +32,11 @@ Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
 Gradients = list[Tensor | None]
 
-NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}
+NAMES = {
+    "f": "The upper-level function f",
+    "g": "The lower-level function g",
+    "c": "A constraint c",
+}
 
 
 @dataclass(frozen=True)
@@ -43,22 +47,40 @@ class Calls:
         upper: Evaluations of f with its gradients.
         lower: Evaluations of the gradient of g(x, .).
         gap: Evaluations of g(x, y) - g(x, z) with its gradients.
+        products: Products of second derivatives of g with a vector, by double differentiation.
+            Each counts as two passes: one forward and backward through g, and one through the graph
+            of its gradient. A product by a central difference of gradients counts as a gap.
+        constraints: Evaluations of a constraint beside the lower level, with its gradient.
     """
 
     upper: int = 0
     lower: int = 0
     gap: int = 0
+    products: int = 0
+    constraints: int = 0
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of f or g; the gap goes forward through g twice."""
-        return self.upper + self.lower + 2 * self.gap
+        """Forward and backward passes; a gap and a product are two passes each."""
+        return self.upper + self.lower + 2 * (self.gap + self.products) + self.constraints
 
     def __add__(self, other: Calls) -> Calls:
-        return Calls(self.upper + other.upper, self.lower + other.lower, self.gap + other.gap)
+        return Calls(
+            self.upper + other.upper,
+            self.lower + other.lower,
+            self.gap + other.gap,
+            self.products + other.products,
+            self.constraints + other.constraints,
+        )
 
     def __sub__(self, other: Calls) -> Calls:
-        return Calls(self.upper - other.upper, self.lower - other.lower, self.gap - other.gap)
+        return Calls(
+            self.upper - other.upper,
+            self.lower - other.lower,
+            self.gap - other.gap,
+            self.products - other.products,
+            self.constraints - other.constraints,
+        )
 
 
 class Passes:
@@ -75,6 +97,8 @@ class Passes:
     def __init__(self, reduce: Reduce | None = None, calls: Calls | None = None) -> None:
         self.reduce = reduce
         self.calls = Calls() if calls is None else calls
+        # Whether a function has been differentiated twice, so that it need not be checked again.
+        self._differentiable = False
 
     def value(
         self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]
@@ -119,15 +143,46 @@ class Passes:
         (first, second), grads = self._sum(name, pairs, torch.sub, inputs, retain)
         return (first, second), grads
 
+    def differentiate_twice(
+        self,
+        name: str,
+        terms: Sequence[Callable[[], Tensor]],
+        y: Tensor,
+        v: Tensor,
+        inputs: tuple[Tensor, ...],
+    ) -> tuple[float, Gradients]:
+        """Return the sum of the terms, its gradient in y, and that of <gradient, v> in the inputs.
+
+        No graph that the terms share is used up.
+        """
+
+        def twice(value: Tensor) -> Gradients:
+            (slope,) = torch.autograd.grad(value, (y,), create_graph=True, allow_unused=True)
+            if slope is None or not slope.requires_grad:
+                return [slope, *(None for _ in inputs)]
+            if not self._differentiable:
+                _check_differentiable(name, slope)
+            second = _second(name, slope, inputs, v)
+            return [slope.detach(), *second]
+
+        singles = [_as_tuple(term) for term in terms]
+        (value,), grads = self._sum(name, singles, _identity, (y, *inputs), by=twice)
+        self._differentiable = True
+        return value, grads
+
     def _sum(
         self,
         name: str,
         terms: Sequence[Callable[[], tuple[Tensor, ...]]],
         target: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
-        retain: bool,
+        retain: bool = False,
+        by: Callable[[Tensor], Gradients] | None = None,
     ) -> tuple[list[float], Gradients]:
-        """Sum the values of the terms, and differentiate ``target(*values)`` of each term."""
+        """Sum the values of the terms, and differentiate ``target(*values)`` of each term.
+
+        The gradients are those in the inputs, or what ``by`` returns: a vector for each input.
+        """
         totals: list[Tensor] = []
         grads: Gradients = [None] * len(inputs)
         with torch.enable_grad():
@@ -137,8 +192,12 @@ class Passes:
                     check_scalar(name, value)
                 differentiated = target(*values)
                 if differentiated.requires_grad:
-                    new_grads = torch.autograd.grad(
-                        differentiated, inputs, allow_unused=True, retain_graph=retain
+                    new_grads = (
+                        torch.autograd.grad(
+                            differentiated, inputs, allow_unused=True, retain_graph=retain
+                        )
+                        if by is None
+                        else by(differentiated)
                     )
                     grads = [plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
                 new_values = [value.detach() for value in values]
@@ -205,6 +264,42 @@ def coupled(name: str, grad: Tensor | None) -> Tensor:
             "parameters that were declared at the wrong level."
         )
     return grad
+
+
+def _second(name: str, slope: Tensor, inputs: tuple[Tensor, ...], v: Tensor) -> Gradients:
+    try:
+        return list(
+            torch.autograd.grad(slope, inputs, grad_outputs=v, retain_graph=True, allow_unused=True)
+        )
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise BilevelError(_no_second(name, str(error))) from error
+
+
+def _no_second(name: str, told: str) -> str:
+    return (
+        f"{NAMES[name]} has no second derivatives here ({told}): take them as differences of "
+        'gradients, `products="difference"` of the solver.'
+    )
+
+
+def _check_differentiable(name: str, slope: Tensor) -> None:
+    """Refuse a gradient that was computed by a function marked ``once_differentiable``.
+
+    torch marks its result by a node that raises an error. That node has no inputs, so a backward
+    pass to chosen inputs never comes there: it would take the result for a constant.
+    """
+    waiting = [slope.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("Error"):
+            raise BilevelError(_no_second(name, "a function in it is marked once_differentiable"))
+        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _as_tuple(term: Callable[[], Tensor]) -> Callable[[], tuple[Tensor]]:

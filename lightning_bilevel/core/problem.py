@@ -2,8 +2,9 @@ r"""The bilevel problem as a first-order oracle over flat vectors.
 
 .. math:: \min_{x \in X,\, y \in Y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_{u \in Y} g(x, u)
 
-Every method of the library uses three evaluations, each of them one pass: f with its gradients, the
-gradient of g(x, .) at some z, and the gap g(x, y) - g(x, z) with its gradients.
+A first-order method uses three evaluations: f with its gradients, the gradient of g(x, .) at some
+z, and the gap g(x, y) - g(x, z) with its gradients. A hypergradient uses a fourth: products of the
+second derivatives of g with a vector. :class:`Calls` says how many passes each of them is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.constraints import Constraints, Limits
 from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
@@ -69,7 +71,8 @@ class BilevelProblem:
         upper: f, a function of (x, y) that returns a scalar; or a list of functions, whose sum is
             f. A full batch larger than memory needs such a list: one function per chunk, which
             includes the chunk's weight. The chunks are evaluated one after another.
-        lower: g, likewise.
+        lower: g, likewise; None for a problem with a single level, whose variables are x and y
+            together.
         upper_set: X.
         lower_set: Y.
         features: The part of g that depends on x alone, if there is one: then g(x, y) =
@@ -93,6 +96,8 @@ class BilevelProblem:
             ``upper(upper_features(x), y)``. One function per chunk of ``upper``.
         adaptation: How y is solved on a mini-batch, if the lower level belongs to the batch. Each
             step on a mini-batch then starts at the same y, and only x moves in the end.
+        constraints: Functions of (x, y) that return scalars, each of which is to be at most 0,
+            beside the lower level. IVSP takes them.
 
     Example:
         >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
@@ -101,13 +106,13 @@ class BilevelProblem:
         >>> problem.at(torch.tensor([2.0])).gradient(torch.tensor([3.0]))
         tensor([2.])
         >>> problem.calls
-        Calls(upper=1, lower=1, gap=0)
+        Calls(upper=1, lower=1, gap=0, products=0, constraints=0)
     """
 
     def __init__(
         self,
         upper: Function | Sequence[Function],
-        lower: Function | Sequence[Function],
+        lower: Function | Sequence[Function] | None,
         upper_set: ConvexSet | None = None,
         lower_set: ConvexSet | None = None,
         *,
@@ -119,6 +124,7 @@ class BilevelProblem:
         inner: Function | Sequence[Function] | None = None,
         upper_features: Part | Sequence[Part] | None = None,
         adaptation: Adaptation | None = None,
+        constraints: Sequence[Function] | Constraints | None = None,
     ) -> None:
         self.upper_terms = _upper_terms(upper, upper_features)
         self.lower_terms = _lower_terms(lower, features, outputs)
@@ -126,6 +132,7 @@ class BilevelProblem:
         self.mini_batch = mini_batch
         self.touched = _checked_indices(touched)
         self.adaptation = adaptation
+        self.constraints = None if constraints is None else Constraints.of(constraints)
         self.upper_set = Free() if upper_set is None else upper_set
         self.lower_set = Free() if lower_set is None else lower_set
         for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
@@ -161,6 +168,16 @@ class BilevelProblem:
         """Sums a tensor over the processes that share the data; None for a single process."""
         return self._passes.reduce
 
+    @property
+    def upper_has_x(self) -> bool | None:
+        """Whether f depends on x; None before the first gradient of f in x."""
+        return self._upper_has_x
+
+    @property
+    def single_level(self) -> bool:
+        """Whether there is no lower level."""
+        return not self.lower_terms
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count the evaluations inside, such as those of a check or a certificate."""
@@ -183,6 +200,8 @@ class BilevelProblem:
         inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
         inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
+        if self.constraints is not None:
+            inner.constraints = self.constraints.in_units(upper, lower)
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
         inner.units = (self.units[0] * upper, self.units[1] * lower)
@@ -201,7 +220,9 @@ class BilevelProblem:
         weights = {"upper_terms": upper, "lower_terms": lower, "inner_terms": lower}
         for name, weight in weights.items():
             terms = [term.weighted(weight) for term in getattr(self, name)]
-            setattr(part, name, [LowerTerm(nothing)] if weight == 0.0 else terms)
+            setattr(part, name, [LowerTerm(nothing)] if terms and weight == 0.0 else terms)
+        if self.constraints is not None:
+            part.constraints = self.constraints.weighted(upper)
         part._passes = Passes(reduce)
         return part
 
@@ -219,7 +240,7 @@ class BilevelProblem:
         """Return f and both its gradients at (x, y)."""
         x, y = leaf(x), leaf(y)
         value, (grad_x, grad_y) = self._differentiate_upper(x, y, (x, y))
-        slope = coupled("f", grad_y)
+        slope = or_zeros(grad_y, y) if self.single_level else coupled("f", grad_y)
         self._upper_has_x = grad_x is not None
         return Upper(value, or_zeros(grad_x, x), slope)
 
@@ -240,6 +261,10 @@ class BilevelProblem:
         x, y = x.detach(), leaf(y)
         value, (grad,) = self._differentiate_upper(x, y, (y,))
         return value, coupled("f", grad)
+
+    def limits(self, x: Tensor, y: Tensor) -> Limits:
+        """Return the constraints beside the lower level and their gradients, if there are any."""
+        return Limits() if self.constraints is None else self.constraints.at(self._passes, x, y)
 
     def _differentiate_upper(
         self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
@@ -297,7 +322,7 @@ class BilevelProblem:
         return lower
 
     def check(self, x: Tensor, y: Tensor) -> Start:
-        """Evaluate f and g twice and refuse a problem whose values differ.
+        """Evaluate f, g and the constraints twice and refuse a problem whose values differ.
 
         On such a problem a line search would compare different functions.
 
@@ -307,12 +332,15 @@ class BilevelProblem:
         x, y = x.detach(), y.detach()
         with self.uncounted():
             f = self.upper(x, y)
-            self.check_unchanged(x, y, f.value, self.at(x, remember=False).value(y))
-            slope = self.at(x, remember=False).gradient(y)
-        return Start(
-            math.hypot(norm(f.grad_x), norm(f.grad_y)),
-            self.lower_set.normal_cone_distance(y, slope),
-        )
+            self.check_unchanged(x, y, f.value, self._lower_value(x, y))
+            first = self.limits(x, y).values
+            for before, after in zip(first, self.limits(x, y).values, strict=True):
+                _check_equal("c", before, after, y.dtype)
+            lower_gradient = 0.0
+            if not self.single_level:
+                slope = self.at(x, remember=False).gradient(y)
+                lower_gradient = self.lower_set.normal_cone_distance(y, slope)
+        return Start(math.hypot(norm(f.grad_x), norm(f.grad_y)), lower_gradient)
 
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
         """Evaluate at (x, y) again, and refuse a problem that no longer has the values f and g.
@@ -323,18 +351,25 @@ class BilevelProblem:
         """
         self.forget()  # remembered results would hide a change
         with self.uncounted():
-            again = {"f": self.upper(x, y).value, "g": self.at(x, remember=False).value(y)}
+            again = {"f": self.upper(x, y).value, "g": self._lower_value(x, y)}
         for name, first in (("f", f), ("g", g)):
-            second = again[name]
-            # Parallel sums may change the last digits between two evaluations. Dropout changes the
-            # first ones.
-            largest = max(abs(first), abs(second))
-            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
-                raise BilevelError(
-                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
-                    "methods here need a deterministic objective. Switch off dropout and random "
-                    "augmentation, or fix their random numbers."
-                )
+            _check_equal(name, first, again[name], y.dtype)
+
+    def _lower_value(self, x: Tensor, y: Tensor) -> float:
+        return 0.0 if self.single_level else self.at(x, remember=False).value(y)
+
+
+def _check_equal(name: str, first: float, second: float, dtype: torch.dtype) -> None:
+    """Refuse a function that has two values at the same point."""
+    # Parallel sums may change the last digits between two evaluations. Dropout changes the first
+    # ones.
+    largest = max(abs(first), abs(second))
+    if abs(first - second) > _ROUNDINGS * torch.finfo(dtype).eps * largest:
+        raise BilevelError(
+            f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
+            "methods here need a deterministic objective. Switch off dropout and random "
+            "augmentation, or fix their random numbers."
+        )
 
 
 def _functions(name: str, given: Any) -> list[Any]:
@@ -361,6 +396,13 @@ def _upper_terms(upper: Any, features: Any) -> list[LowerTerm]:
 
 
 def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
+    if lower is None:
+        if features is not None or outputs is not None:
+            raise ValueError(
+                "`BilevelProblem(lower=None)` was given features or outputs: they are parts of a "
+                "lower level. Give `lower`, or leave them out."
+            )
+        return []
     losses = _functions("lower", lower)
     parts: dict[str, list[Any]] = {}
     for name, given in (("features", features), ("outputs", outputs)):

@@ -23,6 +23,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 
 __all__ = ["reachable_envelope"]
 
+
 def reachable_envelope(
     problem: BilevelProblem, x: Tensor, y: Tensor, wanted: Envelope, steps: int = 5
 ) -> Envelope:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.constraints import Constraints, ConstraintTerm, weighted_constraints
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
@@ -192,6 +193,7 @@ def problem_of(
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
     has_upper_features = functions.module.upper_features is not None
+    has_constraints = functions.module.constraints is not None
 
     def upper_loss(part: Any) -> Function:
         if has_upper_features:
@@ -213,6 +215,9 @@ def problem_of(
 
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
+
+    def constraints(part: Any, share: float) -> ConstraintTerm:
+        return weighted_constraints(lambda x, y: call("constraints", part, x=x, y=y), share)
 
     def slope(method: str, part: Any) -> Function:
         def flat(features: Any, y: Tensor) -> Tensor:
@@ -241,6 +246,9 @@ def problem_of(
         outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
         upper_features=[upper_features(part) for part in upper.batches]
         if has_upper_features
+        else None,
+        constraints=Constraints(tuple(map(constraints, upper.batches, upper.shares)))
+        if has_constraints
         else None,
     )
     if has_upper_features and functions.module.upper_gradient is not None:

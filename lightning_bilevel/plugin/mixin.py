@@ -67,7 +67,10 @@ class BilevelMixin(CertifiedPoints):
       gradients of f and g in the lower-level parameters in closed form, one tensor per parameter.
       Where the lower level belongs to the batch they take the place of autograd in the inner steps;
     - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
-      batch touches, such as those of its samples. On mini-batches only these then move.
+      batch touches, such as those of its samples. On mini-batches only these then move;
+    - optionally ``constraints(batch)``: a list of scalars that are to be at most 0, beside the
+      lower level, given the batch of the upper level. IVSP takes them. Each is a mean over the
+      samples of the batch, as a loss is, or does not depend on them.
 
     A training batch is ``{"upper": ..., "lower": ...}``, each a batch or a list of chunks
     (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as

@@ -209,8 +209,11 @@ def check_parts(
     """
     tolerance = torch.finfo(y.dtype).eps ** 0.5
     size = math.hypot(norm(x), norm(y))
-    for key, level in (("upper", _upper), ("lower", _lower)):
-        name = f"{call}.{key}_loss"
+    levels = [("upper", "upper_loss", _upper), ("lower", "lower_loss", _lower)]
+    if whole.constraints is not None:
+        levels.append(("upper", "constraints", _constraints))
+    for key, method, level in levels:
+        name = f"{call}.{method}"
         value, gradient = level(whole, x, y)
         try:
             added, added_gradient = _together(level, spread, x, y)
@@ -287,6 +290,12 @@ def world_size() -> int:
 def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     value, grad_x, grad_y = problem.upper(x, y)
     return value, torch.cat([grad_x, grad_y])
+
+
+def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Return the sum of the constraints, and the gradients of all of them as one vector."""
+    limits = problem.limits(x, y)
+    return sum(limits.values), torch.cat(limits.gradients)
 
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:

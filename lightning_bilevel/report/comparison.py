@@ -14,6 +14,17 @@ __all__ = ["Curve", "Level", "draw_comparison"]
 _SOLVERS = dict(
     zip(("IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"), PALETTE.values(), strict=True)
 )
+# Of Tol's muted palette, for the methods beyond the seven that the first has colours for.
+_SOLVERS |= {
+    "AID": "#882255",
+    "ITD": "#44AA99",
+    "SOBA": "#999933",
+    "DARTS": "#888888",
+    "F2BA": "#332288",
+    "HJFBiO": "#AA4499",
+    "PBGDFree": "#117733",
+    "LuMei": "#661100",
+}
 _STYLES = ("-", "--", ":", "-.")
 # The smallest distance of two labels of levels, as a share of the height of a panel.
 _LABEL_HEIGHT = 0.065

@@ -50,11 +50,12 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     if c.feasibility > 0.0:
         parts.append(f"feasible to {c.feasibility:.1e}")
     else:
-        parts.append(f"feasible (R = {c.residual:.1e})")
-    parts.append(
-        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from y "
-        f"(bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
-    )
+        parts.append("feasible" if c.single_level else f"feasible (R = {c.residual:.1e})")
+    if not c.single_level:
+        parts.append(
+            f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
+            f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
+        )
     if _unenforced(c):
         parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
     parts.append(
@@ -88,6 +89,13 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
             f"The residual has been above 2 a_phi mu for the last {tally.above} iterations: the "
             "penalty is too weak for it. Run longer, or start with a smaller `gamma0`."
         )
+    for number, least in enumerate(tally.least, start=1):
+        if least > tally.threshold:
+            found.append(
+                f"Constraint {number} was violated at every point seen, by {least:.2g} at best: "
+                "perhaps no point satisfies it together with the sets, the lower level and the "
+                "other constraints. Relax it, or start where it holds."
+            )
     if tally.capped > _OFTEN * tally.iterations:
         found.append(
             f"{tally.capped} of {tally.iterations} line searches ended at their cap: f or g is "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
@@ -20,13 +21,17 @@ class Tally:
         upper_calls: Evaluations of f.
         lower_calls: Evaluations of the gradient of g(x, .).
         gap_calls: Evaluations of g(x, y) - g(x, z).
+        product_calls: Products of second derivatives of g with a vector.
+        constraint_calls: Evaluations of the constraints beside the lower level.
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
         halvings: How often the inner step was halved.
         penalty_updates: How often the penalty was strengthened.
         last_update: The iteration of the last penalty update, 0 for none.
         above: The number of latest iterations, without a break, with
-            :math:`\tilde R > 2 a_\phi \mu`.
+            :math:`\tilde R > 2 a_\phi \mu`, or a constraint beside the lower level above that.
+        threshold: The :math:`2 a_\phi \mu` of the last iteration.
+        least: The smallest value of each of these constraints, over all iterations.
         penalised: Whether the method has a penalty that it strengthens.
     """
 
@@ -35,18 +40,23 @@ class Tally:
     upper_calls: int = 0
     lower_calls: int = 0
     gap_calls: int = 0
+    product_calls: int = 0
+    constraint_calls: int = 0
     trials: int = 0
     capped: int = 0
     halvings: int = 0
     penalty_updates: int = 0
     last_update: int = 0
     above: int = 0
+    threshold: float = 0.0
+    least: list[float] = field(default_factory=list)
     penalised: bool = False
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of f or g; the gap goes forward through g twice."""
-        return self.upper_calls + self.lower_calls + 2 * self.gap_calls
+        """Forward and backward passes; a gap and a product are two passes each."""
+        doubled = 2 * (self.gap_calls + self.product_calls)
+        return self.upper_calls + self.lower_calls + doubled + self.constraint_calls
 
     def add(self, info: StepInfo) -> None:
         """Count one iteration."""
@@ -55,6 +65,8 @@ class Tally:
         self.upper_calls += info.calls.upper
         self.lower_calls += info.calls.lower
         self.gap_calls += info.calls.gap
+        self.product_calls += info.calls.products
+        self.constraint_calls += info.calls.constraints
         if isinstance(info, PenaltyInfo):
             self.penalised = True
             self.trials += info.trials
@@ -63,7 +75,10 @@ class Tally:
             self.penalty_updates = info.penalty_updates
             if info.penalty_updated:
                 self.last_update = info.iteration
-            self.above = self.above + 1 if info.residual > info.threshold else 0
+            self.above = self.above + 1 if info.worst > info.threshold else 0
+            self.threshold = info.threshold
+            before = self.least or [math.inf] * len(info.constraints)
+            self.least = [min(pair) for pair in zip(before, info.constraints, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts by name."""

@@ -22,7 +22,7 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
-from lightning_bilevel.solvers.level_vectors import check_levels
+from lightning_bilevel.solvers.level_vectors import check_levels, check_takes
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.steps import STEP_CONSTANTS
@@ -54,6 +54,8 @@ class BilevelOptimizer(LevelSteps, ABC):
 
     # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
     penalised: ClassVar[bool] = False
+    # Whether it takes constraints beside the lower level, and problems without a lower level.
+    constrained: ClassVar[bool] = False
     # Whether it may run on mini-batches: it compares no values of different batches. It then
     # implements `directions`.
     stochastic: ClassVar[bool] = False
@@ -127,6 +129,11 @@ class BilevelOptimizer(LevelSteps, ABC):
     @property
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
+        return None
+
+    @property
+    def constraint_multipliers(self) -> tuple[float, ...] | None:
+        """The method's multipliers of the constraints beside the lower level, if it has any."""
         return None
 
     @property
@@ -208,6 +215,7 @@ class BilevelOptimizer(LevelSteps, ABC):
                 f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
                 "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
             )
+        check_takes(type(self).__name__, self.constrained, problem)
         if problem.mini_batch:
             return self._step_on_batch(problem)
         began = time.perf_counter()

@@ -13,7 +13,14 @@ from typing import Any, ClassVar, TypeVar
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.solvers.names import tag_of
 
-__all__ = ["MultiplierInfo", "PenaltyInfo", "Progress", "StepInfo", "StreamInfo"]
+__all__ = [
+    "AdjointInfo",
+    "MultiplierInfo",
+    "PenaltyInfo",
+    "Progress",
+    "StepInfo",
+    "StreamInfo",
+]
 
 
 Info = TypeVar("Info", bound="StepInfo")
@@ -112,6 +119,17 @@ class MultiplierInfo(StepInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdjointInfo(StepInfo):
+    """The record of a method that solves a linear system with the second derivative of g.
+
+    Attributes:
+        indefinite: Whether the system had a direction of curvature 0 or less in this iteration.
+    """
+
+    indefinite: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamInfo(StepInfo):
     """The record of a step on a mini-batch; f and g are those of the batch, at the old point.
 
@@ -153,11 +171,14 @@ class PenaltyInfo(StepInfo):
     r"""The record of a method with a line search on a smoothed penalty function.
 
     Attributes:
-        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point.
+        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point; -inf without a
+            lower level.
         mu: :math:`\mu_k`, the smoothing.
         zeta: :math:`\zeta_{k+1}`, the accuracy of the Moreau evaluation at the new point.
         gamma: :math:`\gamma_k`, the inverse penalty.
         multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
+        constraints: The constraints beside the lower level at the new point.
+        constraint_multipliers: Their multipliers, likewise.
         penalty_updated: Whether this iteration strengthened the penalty.
         penalty_updates: How often the penalty was strengthened so far, :math:`t_{k+1}`.
         trials: Trials of the line search.
@@ -186,6 +207,8 @@ class PenaltyInfo(StepInfo):
     step_bound: float
     halvings: int
     capped: bool
+    constraints: tuple[float, ...] = ()
+    constraint_multipliers: tuple[float, ...] = ()
 
     LOGGED: ClassVar[tuple[str, ...]] = (
         *StepInfo.LOGGED,
@@ -199,9 +222,14 @@ class PenaltyInfo(StepInfo):
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "residual", "gamma")
 
     @property
+    def worst(self) -> float:
+        """The largest of the residual and the constraints beside it."""
+        return max((self.residual, *self.constraints))
+
+    @property
     def violation(self) -> float:
-        """How far the relaxed gap constraint is violated, as the solver sees it."""
-        return max(self.residual, 0.0)
+        """How far the constraints are violated, as the solver sees them."""
+        return max(self.worst, 0.0)
 
     @property
     def omega(self) -> float:

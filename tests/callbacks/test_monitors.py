@@ -22,12 +22,13 @@ from modules import PAPER, Weighting, samples, weighting_data
 from records import Recorder, same
 from running import events, same_parameters
 from running import trainer as quiet_trainer
-from tables import SOLVERS, Solver, every_solver
+from tables import SOLVERS, Solver, every_weighting_solver
 from torch import Tensor
 from torch.func import functional_call
 
 from lightning_bilevel import (
     BOME,
+    F2BA,
     F2SA,
     IVSP,
     SLM,
@@ -39,6 +40,7 @@ from lightning_bilevel import (
     Envelope,
     FullBatchDataModule,
     KKTMonitor,
+    LuMei,
     MoreauGapMonitor,
     OptimizationBudget,
     PenaltyMonitor,
@@ -104,7 +106,7 @@ def as_problem(module: Weighting, envelope: Envelope) -> Problem:
     return Problem("weighting", f, g, Box(-5, 5), Box(-5, 5), nowhere, envelope, nowhere, 0.0)
 
 
-@every_solver
+@every_weighting_solver
 @pytest.mark.parametrize("tolerance", [None, 1e-3])
 def test_monitors_agree_with_an_independent_computation(
     tmp_path: Path, solver: Solver, tolerance: float | None
@@ -147,7 +149,7 @@ def test_monitors_agree_with_an_independent_computation(
             )
 
 
-@every_solver
+@every_weighting_solver
 def test_watching_changes_nothing(tmp_path: Path, solver: Solver) -> None:
     plain, watched = weighting(solver), weighting(solver)
     recorders = [Recorder(), Recorder()]
@@ -293,7 +295,7 @@ class Points(Callback):
 
 
 class TestKKTMonitor:
-    @every_solver
+    @every_weighting_solver
     def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: Solver) -> None:
         logger, points = TensorBoardLogger(tmp_path), Points()
         monitor = KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9)
@@ -390,7 +392,7 @@ class TestKKTMonitor:
 
 
 class TestSolverMonitor:
-    @every_solver
+    @every_weighting_solver
     def test_counts_are_the_sums_of_the_records(self, tmp_path: Path, solver: Solver) -> None:
         logger, monitor, recorder = TensorBoardLogger(tmp_path), SolverMonitor(), Recorder()
         run = trainer(
@@ -402,11 +404,14 @@ class TestSolverMonitor:
         )
         run.fit(weighting(solver), datamodule=weighting_data())
         steps = recorder.steps
-        total = {
-            name: sum(step["calls"][name] for step in steps) for name in ("upper", "lower", "gap")
-        }
-        assert {name: getattr(monitor.tally, f"{name}_calls") for name in total} == total
-        assert monitor.tally.passes == total["upper"] + total["lower"] + 2 * total["gap"]
+        counts = ("upper", "lower", "gap", "products")
+        total = {name: sum(step["calls"][name] for step in steps) for name in counts}
+        tally = monitor.tally
+        counted = (tally.upper_calls, tally.lower_calls, tally.gap_calls, tally.product_calls)
+        assert dict(zip(counts, counted, strict=True)) == total
+        doubled = total["gap"] + total["products"]
+        assert tally.passes == total["upper"] + total["lower"] + 2 * doubled
+        assert list(series(logger, "calls_products").values())[-1] == total["products"]
         assert monitor.tally.inner_iterations == sum(step["inner_iterations"] for step in steps)
         inner = series(logger, "mean_inner_iterations")
         assert list(inner) == [1, 5, 10, 15, 20, 23]
@@ -431,7 +436,7 @@ class TestSolverMonitor:
 
 
 class TestConvergencePlot:
-    @every_solver
+    @every_weighting_solver
     def test_draws_at_the_end(self, tmp_path: Path, solver: Solver) -> None:
         logger, plot = TensorBoardLogger(tmp_path), ConvergencePlot(share=math.inf)
         run = trainer(tmp_path, max_steps=20, callbacks=[plot], logger=logger)
@@ -687,7 +692,7 @@ class TestBadInput:
         assert list(tmp_path.iterdir()) == []
 
 
-@every_solver
+@every_weighting_solver
 def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) -> None:
     logger = TensorBoardLogger(tmp_path)
     callbacks = [*(monitor() for monitor in MONITORS), CertificateReport()]
@@ -704,9 +709,8 @@ def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) 
     groups = layout(run.optimizers[0])  # type: ignore[arg-type]
     tags = [tag for charts in groups.values() for _, (_, tags) in charts.items() for tag in tags]
     missing = {tag for tag in tags if tag.strip("^$") not in scalars}
-    assert missing <= (
-        set() if solver.kind in (IVSP, SLM, BOME, VPBGD, F2SA) else {"^bilevel/multiplier$"}
-    )
+    weighing = (IVSP, SLM, BOME, VPBGD, F2SA, F2BA, LuMei)
+    assert missing <= (set() if solver.kind in weighing else {"^bilevel/multiplier$"})
     names = ["objective", "feasibility", "KKT", "penalty", "line search", "cost"]
     assert list(groups) == [
         name for name in names if solver.is_ivsp or name not in ("penalty", "line search")
@@ -762,5 +766,6 @@ def test_records_are_what_the_monitors_see(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
     assert module.last_step is not None
     assert all(
-        isinstance(value, (bool, int, float, dict)) for value in asdict(module.last_step).values()
+        isinstance(value, (bool, int, float, dict, tuple))
+        for value in asdict(module.last_step).values()
     )

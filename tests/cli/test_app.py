@@ -86,7 +86,10 @@ QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=
 @pytest.mark.parametrize(
     ("solver", "named"),
     [
-        *((name, False) for name in ("ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome")),
+        *(
+            (name, False)
+            for name in ("ivsp", "meha", "pngbio", "slm", "f2sa", "vpbgd", "bome", "f2ba")
+        ),
         ("ivsp", True),
         ("meha", True),
     ],

@@ -349,7 +349,7 @@ def test_metrics_are_what_they_say(tmp_path: Path) -> None:
     pairs = (bad[:, None] < good[None]).float() + 0.5 * (bad[:, None] == good[None]).float()
     assert metrics["auroc"] == pytest.approx(float(pairs.mean()), abs=1e-6)
     assert "weights" in events(Path(logger.log_dir)).Tags()["images"]
-    predicted: Any = run.predict(module, DataLoader(TensorDataset(inputs, labels), 30))
+    predicted: Any = run.predict(module, DataLoader(TensorDataset(inputs, labels), batch_size=30))
     assert torch.equal(predicted[0], logits)
 
 

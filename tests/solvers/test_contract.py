@@ -149,7 +149,7 @@ class TestContract:
             # Values without a gradient are no passes.
             assert count == {
                 "f": info.calls.upper,
-                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+                "g": info.calls.lower + 2 * info.calls.gap + info.calls.products + solver.values,
             }, k
             assert info.calls.passes == (solver.passes or info.calls.passes)
 
@@ -161,7 +161,7 @@ class TestContract:
             info = optimizer.step(problem=counted(problem, count, shift=1e-3 * k))
             assert count == {
                 "f": info.calls.upper,
-                "g": info.calls.lower + 2 * info.calls.gap + solver.values,
+                "g": info.calls.lower + 2 * info.calls.gap + info.calls.products + solver.values,
             }, k
 
     def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
@@ -183,7 +183,7 @@ class TestContract:
             tensors = {
                 name for name, value in state["state"][0].items() if isinstance(value, Tensor)
             }
-            kept = {solver.kept} if solver.kept else set()
+            kept = {solver.kept, *solver.also} - {None}
             if solver.kind is IVSP:
                 kept |= {"proved_w", "before_w"}
             assert tensors == kept

@@ -81,6 +81,15 @@ class Weighting(BilevelModule):
         self.log("val_loss", self.upper_loss(batch), batch_size=len(batch[0]))
 
 
+class Bounded(Weighting):
+    """The samples must keep a share of their weight, and the upper loss must be below a bound."""
+
+    SHARE = 0.7
+
+    def constraints(self, batch: Any) -> list[Tensor]:  # type: ignore[override]
+        return [self.SHARE - self.logits.sigmoid().mean(), self.upper_loss(batch) - 0.9]
+
+
 class Encoded(BilevelModule):
     """A shared encoder above, a linear head below; the encoder part of g is declared or not."""
 

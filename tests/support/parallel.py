@@ -17,7 +17,7 @@ from typing import Any
 import tables
 import torch
 from lightning.pytorch import Trainer
-from modules import EncodedOnce, Weighting, samples
+from modules import Bounded, EncodedOnce, Weighting, samples
 from records import Recorder
 
 from lightning_bilevel import (
@@ -35,6 +35,11 @@ from lightning_bilevel import (
 # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
 STEPS = 8
 SOLVERS = {name: solver.make() for name, solver in tables.SOLVERS.items()}
+
+
+def runs(task: str, solver: str) -> bool:
+    """Whether a solver takes the f of a task, which in cleaning does not depend on x."""
+    return task != "cleaning" or not tables.SOLVERS[solver].needs_x
 
 
 def images(count: int, seed: int) -> torch.utils.data.TensorDataset:
@@ -86,6 +91,10 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
     if task == "one sample":  # the second process has nothing to do
         return Weighting(1, solver=solver), FullBatchDataModule(
             samples(1, 1), samples(1, 2), samples(1, 1), epoch_length=5
+        )
+    if task == "bounded":
+        return Bounded(9, solver=solver), FullBatchDataModule(
+            samples(21, 1), samples(9, 2), epoch_length=5
         )
     if task == "weights":  # chunks that go whole to one process each
         parts = [samples(7, s) for s in (1, 2, 3)]

@@ -9,7 +9,7 @@ levels may have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -19,13 +19,21 @@ import torch
 from helpers import PROBLEMS, Problem, paper_constants
 
 from lightning_bilevel import (
+    AID,
     BOME,
+    DARTS,
+    F2BA,
     F2SA,
+    ITD,
     IVSP,
     MEHA,
     SLM,
+    SOBA,
     VPBGD,
     BilevelOptimizer,
+    HJFBiO,
+    LuMei,
+    PBGDFree,
     PNGBiO,
     Solution,
     SolverCallable,
@@ -45,6 +53,8 @@ class Solver:
             not vary.
         values: How often an iteration evaluates g besides its passes, for the value alone.
         kept: The inner variable in its state.
+        also: Other tensors in its state, which need not be in the lower set.
+        needs_x: Whether it refuses an f that does not depend on x.
         given: What a problem of the table gives besides.
         steps: What it needs for a KKT point of every problem of the table, if that is not the
             problem's own number.
@@ -58,6 +68,8 @@ class Solver:
     kept: str | None = None
     given: Callable[[Problem], dict[str, Any]] = lambda problem: {}
     steps: int = 0
+    also: tuple[str, ...] = ()
+    needs_x: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -115,6 +127,55 @@ SOLVERS = {
             kept="w",
         ),
         Solver("bome", BOME, {"xi": 0.02, "alpha": 0.05, "T": 3}, 3 + 3),
+        # The damping is for the nonconvex problems and for the one with a plane of minimisers.
+        Solver(
+            "aid",
+            AID,
+            {"alpha": 0.02, "beta": 0.1, "T": 3, "N": 3, "damping": 2.0},
+            also=("v",),
+        ),
+        Solver(
+            "aid-fixed-point",
+            AID,
+            {
+                "alpha": 0.02,
+                "beta": 0.1,
+                "T": 3,
+                "N": 2,
+                "linear_solver": "fixed_point",
+                "damping": 2.0,
+            },
+            3 + 1 + 2 * 3,
+            also=("v",),
+        ),
+        Solver("itd", ITD, {"alpha": 0.02, "beta": 0.1, "T": 4, "K": 3}, 4 + 1 + 2 * 3),
+        Solver("soba", SOBA, {"alpha": 0.02, "beta": 0.1, "damping": 2.0}, 3, also=("v",)),
+        Solver("darts", DARTS, {"alpha": 0.02, "beta": 0.1, "xi": 0.1}, 5),
+        Solver(
+            "f2ba",
+            F2BA,
+            {"eta": 0.05, "tau": 0.1, "sigma": 0.3, "K": 3},
+            3 * 3 + 3,
+            kept="z",
+        ),
+        Solver(
+            "hjfbio", HJFBiO, {"gamma": 0.04, "lam": 0.15, "tau": 0.03, "r": 50.0}, 4, also=("v",)
+        ),
+        Solver(
+            "pbgd_free",
+            PBGDFree,
+            {"eta": 0.05, "alpha": 0.1, "K": 2},
+            2 * 2 + 1,
+            needs_x=True,
+        ),
+        # Two inner steps are too few for its accuracy, and enough for a quick test.
+        Solver(
+            "lumei",
+            LuMei,
+            {"eps": 1.0, "L_f": 1.0, "L_g": 1.0, "D": 1.0, "max_inner": 2},
+            kept="z",
+            also=("z_first",),
+        ),
     )
 }
 
@@ -126,6 +187,8 @@ STREAMING = {
         Solver("meha", MEHA, {**LONG, "c": 2.0}, 3, kept="theta"),
         Solver("pngbio", PNGBiO, {**LONG, "c": 2.0}, 3, kept="theta"),
         Solver("pngbio-joint", PNGBiO, {**LONG, "c": 2.0, "norms": "joint"}, 3, kept="theta"),
+        Solver("f2ba", F2BA, {"eta": 0.02, "tau": 0.1, "sigma": 0.5}, 3, kept="z"),
+        Solver("pbgd_free", PBGDFree, {"eta": 0.05, "alpha": 0.1, "gamma": 2.0}, 3, kept="z"),
         Solver("streaming-ivsp", StreamingIVSP, {"rho": 0.5, "gamma": 0.5}, 3, kept="z"),
     )
 }
@@ -143,7 +206,24 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 every_streaming_solver = pytest.mark.parametrize("solver", STREAMING.values(), ids=str)
 every_optimizer = pytest.mark.parametrize("optimizers", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=str)
+
+_CAPPED = pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
+
+
+def each(solvers: Iterable[Solver]) -> pytest.MarkDecorator:
+    """Parametrize by solvers; one that is capped on purpose may say so."""
+    return pytest.mark.parametrize(
+        "solver",
+        [
+            pytest.param(solver, marks=_CAPPED if solver.kind is LuMei else (), id=solver.name)
+            for solver in solvers
+        ],
+    )
+
+
+every_solver = each(SOLVERS.values())
+# Those that run where f does not depend on x, as in the weighting of samples.
+every_weighting_solver = each(solver for solver in SOLVERS.values() if not solver.needs_x)
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 
 

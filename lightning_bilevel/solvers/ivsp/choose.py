@@ -20,6 +20,8 @@ Every choice scales with f, and with g and delta together, so that their units d
   is given.
 - ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only after the steps have
   become a hundred times shorter.
+- constraints beside the lower level: ``gamma0`` compares f with the largest of their gradients and
+  that of R, and ``L_init`` grows by their squares, the curvature of their smoothing.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
 - ``B_R``: the largest :math:`\|\nabla R\|` so far, with its error.
 - the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a
@@ -39,7 +41,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.ivsp.constants import PAPER, missing_constants
@@ -57,6 +59,67 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
     if rules == "paper":
         filled = {name: PAPER.get(name) if value is None else value for name, value in c.items()}
         return {**filled, "own_unit": 1.0}
+    delta = given["delta"]
+    if problem.single_level:
+        unused = {"rho": 1.0, "sigma": 0.0, "L_yy": 0.0, "L_xy": 0.0}
+        c |= {name: value for name, value in unused.items() if c[name] is None}
+        c["chosen"] = tuple(name for name in missing if name not in unused)
+        c["own_unit"] = 1.0
+        f = problem.upper(x, y)
+        R_x = R_y = 0.0
+    else:
+        f, R_x, R_y = _choose_below(problem, x, y, given, c)
+    if c["own_unit"] is None:
+        # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
+        # makes steps of x longer: the line search brakes a level that moves too far, but nothing
+        # speeds up a level that hardly moves.
+        c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
+    unit = c["own_unit"]
+    scaled = problem.in_units(upper=unit)
+    L_f = upper_curvature(scaled, x / unit, y)
+    if scaled is not problem:
+        problem.calls = problem.calls + scaled.calls
+    slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
+    split = x.numel()
+    # The norms of the gradients of the constraints beside the lower level.
+    beside = [
+        math.hypot(unit * norm(gradient[:split]), norm(gradient[split:]))
+        for gradient in problem.limits(x, y).gradients
+    ]
+    pull = max((math.hypot(unit * R_x, R_y), *beside))
+    if c["mu0"] is None:
+        c["mu0"] = 5 * delta
+    if c["block"] is None:
+        c["block"] = 5
+    if c["zeta_bar"] is None:
+        c["zeta_bar"] = delta / 10 / c["mu0"] ** c["q"]
+    if c["gamma0"] is None:
+        if slope > 0.0:
+            c["gamma0"] = pull / slope or 1.0
+        else:
+            c["gamma0"] = c["L_yy"] / L_f or 1.0 if L_f > 0.0 else 1.0
+    if c["L_init"] is None:
+        L_init = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
+        # The smoothed plus of a constraint is curved by its squared gradient over mu.
+        L_init += sum(size**2 for size in beside)
+        c["L_init"] = L_init or 1.0
+        # Every start of a line search is between the user's L_min and L_max.
+        if given["L_min"] is not None:
+            c["L_init"] = max(c["L_init"], given["L_min"])
+        if given["L_max"] is not None:
+            c["L_init"] = min(c["L_init"], given["L_max"])
+    for name in ("c1", "L_min", "L_max"):
+        if c[name] is None:
+            c[name] = PAPER[name] * c["L_init"]
+    if c["c2"] is None:
+        c["c2"] = 0.01 * slope / c["L_init"] if slope > 0.0 else 1.0
+    return c
+
+
+def _choose_below(
+    problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any], c: dict[str, Any]
+) -> tuple[Upper, float, float]:
+    """Choose L_yy, rho, sigma and L_xy; return f and the norms of the gradients of R in x and y."""
     delta = given["delta"]
     lower = problem.at(x)
     chooses_L_yy = given["L_yy"] is None
@@ -98,41 +161,7 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
     R_x = max(norm(gap.grad_x), c["L_xy"] * boundary)
     R_y = max(norm(gap.grad_y), c["L_yy"] * boundary)
-    if c["own_unit"] is None:
-        # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
-        # makes steps of x longer: the line search brakes a level that moves too far, but nothing
-        # speeds up a level that hardly moves.
-        c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
-    unit = c["own_unit"]
-    scaled = problem.in_units(upper=unit)
-    L_f = upper_curvature(scaled, x / unit, y)
-    if scaled is not problem:
-        problem.calls = problem.calls + scaled.calls
-    slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
-    if c["mu0"] is None:
-        c["mu0"] = 5 * delta
-    if c["block"] is None:
-        c["block"] = 5
-    if c["zeta_bar"] is None:
-        c["zeta_bar"] = delta / 10 / c["mu0"] ** c["q"]
-    if c["gamma0"] is None:
-        if slope > 0.0:
-            c["gamma0"] = math.hypot(unit * R_x, R_y) / slope
-        else:
-            c["gamma0"] = c["L_yy"] / L_f if L_f > 0.0 else 1.0
-    if c["L_init"] is None:
-        c["L_init"] = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
-        # Every start of a line search is between the user's L_min and L_max.
-        if given["L_min"] is not None:
-            c["L_init"] = max(c["L_init"], given["L_min"])
-        if given["L_max"] is not None:
-            c["L_init"] = min(c["L_init"], given["L_max"])
-    for name in ("c1", "L_min", "L_max"):
-        if c[name] is None:
-            c[name] = PAPER[name] * c["L_init"]
-    if c["c2"] is None:
-        c["c2"] = 0.01 * slope / c["L_init"] if slope > 0.0 else 1.0
-    return c
+    return f, R_x, R_y
 
 
 def explain(c: dict[str, Any]) -> list[tuple[str, str]]:

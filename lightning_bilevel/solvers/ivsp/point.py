@@ -1,12 +1,14 @@
-"""A point of IVSP and its evaluation: f with its gradient, and the inexact residual R."""
+"""A point of IVSP and its evaluation: f, the inexact residual R, and the constraints beside it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.constraints import Limits
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
@@ -28,9 +30,10 @@ class Point:
         z: The approximate proximal point.
         zeta: The accuracy of z.
         lower: g(w).
-        residual: :math:`\tilde R(w)`.
+        residual: :math:`\tilde R(w)`; -inf without a lower level.
         grad_R: The gradient of R.
         halvings: How often the step of the inner loop was halved so far.
+        limits: The constraints beside the lower level, with their gradients.
     """
 
     w: Tensor
@@ -43,6 +46,12 @@ class Point:
     residual: float
     grad_R: Tensor
     halvings: int
+    limits: Limits
+
+    @property
+    def worst(self) -> float:
+        r"""The largest of :math:`\tilde R` and the constraints."""
+        return max(self.residual, *self.limits.values) if self.limits.values else self.residual
 
     @property
     def levels(self) -> tuple[Tensor, Tensor]:
@@ -70,6 +79,8 @@ class Evaluator:
 
     def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
+        if self.problem.single_level:
+            return self._alone(w)
         lower = self.problem.at(w[: self.split])
         y = w[self.split :]
         z, halvings = self._prox(lower, y, z, zeta, max_inner)
@@ -100,6 +111,9 @@ class Evaluator:
         If so, the data have not changed and z is as accurate as before. No inner loop is then
         needed.
         """
+        if self.problem.single_level:
+            point = self._alone(w)
+            return point, point.f == f
         lower = self.problem.at(w[: self.split])
         y = w[self.split :]
         upper = self.problem.upper(lower.x, y)
@@ -145,4 +159,26 @@ class Evaluator:
         del gap
         upper = self.problem.upper(lower.x, y) if upper is None else upper
         grad_f = torch.cat([upper.grad_x, upper.grad_y])
-        return Point(w, self.split, upper.value, grad_f, z, zeta, g, residual, grad_R, halvings)
+        limits = self.problem.limits(lower.x, y)
+        return Point(
+            w, self.split, upper.value, grad_f, z, zeta, g, residual, grad_R, halvings, limits
+        )
+
+    def _alone(self, w: Tensor) -> Point:
+        """Evaluate a point of a problem without a lower level, which is exact."""
+        x = w[: self.split]
+        y = w[self.split :]
+        upper = self.problem.upper(x, y)
+        return Point(
+            w,
+            self.split,
+            upper.value,
+            torch.cat([upper.grad_x, upper.grad_y]),
+            z=y,
+            zeta=0.0,
+            lower=0.0,
+            residual=-math.inf,
+            grad_R=torch.zeros_like(w),
+            halvings=self.halvings,
+            limits=self.problem.limits(x, y),
+        )

@@ -218,4 +218,5 @@ def _mapping(here: Point, merit: Merit, feasible: ConvexSet, L_start: float) -> 
 
 def _rounding(here: Point, there: Point, gamma: float) -> float:
     size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
+    size += sum(map(abs, (*here.limits.values, *there.limits.values)))
     return float(torch.finfo(here.w.dtype).eps * size)

@@ -25,7 +25,9 @@ _MAX_FAILURES = 5
 
 @dataclass(frozen=True)
 class Merit:
-    r"""The smoothed exact penalty :math:`\gamma f(w) + \phi_\mu(\tilde R(w))`.
+    r"""The smoothed exact penalty :math:`\gamma f + \phi_\mu(\tilde R) + \sum_i \phi_\mu(c_i)`.
+
+    The :math:`c_i` are the constraints beside the lower level, if there are any.
 
     Attributes:
         gamma: The inverse penalty.
@@ -38,19 +40,33 @@ class Merit:
     phi: Smoothing
 
     def value(self, point: Point, extra: float = 0.0) -> float:
-        r"""Return :math:`\gamma f + \phi_\mu(\tilde R + \text{extra})`."""
-        return self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
+        r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
+        total = self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
+        for limit in point.limits.values:
+            total += self.phi.value(limit, self.mu)
+        return total
 
     def weight(self, point: Point) -> float:
         r"""Return :math:`\phi_\mu'(\tilde R)`."""
         return self.phi.slope(point.residual, self.mu)
 
+    def weights(self, point: Point) -> list[float]:
+        r"""Return :math:`\phi_\mu'(c_i)` of each constraint beside the lower level."""
+        return [self.phi.slope(limit, self.mu) for limit in point.limits.values]
+
+    def pull(self, point: Point, into: Tensor, sign: float = 1.0) -> Tensor:
+        """Add the weighted gradients of these constraints to a vector, in place."""
+        for weight, gradient in zip(self.weights(point), point.limits.gradients, strict=True):
+            into.add_(gradient, alpha=sign * weight)
+        return into
+
     def direction(self, point: Point) -> Tensor:
-        """Return gamma grad f + weight grad R.
+        """Return gamma grad f + weight grad R + the weighted gradients of the constraints.
 
         It is computed anew for each trial, to save memory while the trial is evaluated.
         """
-        return (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
+        moved = (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
+        return self.pull(point, moved)
 
 
 @dataclass(frozen=True)
@@ -180,9 +196,12 @@ def next_start(
     .. math::
         \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
           + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
+
+    The constraints beside the lower level change it as R does.
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
     dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
+    now.pull(here, then.pull(there, dv), sign=-1.0)
     dw_dv = _dot(there.w - here.w, dv, here.split)
     dv_dv = _dot(dv, dv, here.split)
     dw_dw = distance(there.w, here.w, here.split) ** 2 if long else None

@@ -57,6 +57,14 @@ class IVSP(Answers):
     inverse penalty on a grid: :math:`\gamma_k = \gamma_0 (t_k + 1)^{-1/2}` with the paper's rules,
     :math:`\gamma_k = \gamma_0 2^{-t_k}` with IVSP's own.
 
+    Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
+    a module's ``constraints``) are smoothed and penalised with R: :math:`\sum_i \phi_{\mu_k}(c_i)`
+    is added to the penalty function, the test of the penalty looks at the largest of
+    :math:`\tilde R` and :math:`c_i`, and each has a multiplier. Without a lower level
+    (``lower=None``) this is the smoothing exact-penalty method sESQM for a single level, with exact
+    evaluations. The theorem below is for R alone; for constraints beside it the method is our
+    extension, and sESQM is known to us from its description in the paper.
+
     Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
     constraint qualification ENNAMCQ holds. Cost of an iteration with J inner iterations and one
@@ -125,6 +133,7 @@ class IVSP(Answers):
     """
 
     penalised: ClassVar[bool] = True
+    constrained: ClassVar[bool] = True
     for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
@@ -240,6 +249,8 @@ class IVSP(Answers):
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
         zeta = min(rules.scheduled_accuracy(k + 1), needed)
+        if problem.single_level:
+            zeta = 0.0  # nothing is inexact
         error = rules.error(here.zeta, merit, B_R)
         trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta)
         try:
@@ -259,7 +270,7 @@ class IVSP(Answers):
             )
 
         updated = needs_update(
-            there.residual, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
+            there.worst, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
         )
         then = rules.merit(k + 1, t + updated)
         # The next start is computed now, so the previous point need not be kept.
@@ -269,6 +280,9 @@ class IVSP(Answers):
                 here, there, merit, then, L_start, c, rules.starts_long(trials)
             )
         memory.update(penalty_updates=t + updated, multiplier=merit.weight(there) / merit.gamma)
+        multipliers = tuple(weight / merit.gamma for weight in merit.weights(there))
+        if multipliers:
+            memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
             memory["zeta"] = zeta
             if c.B_R is None:
@@ -285,6 +299,8 @@ class IVSP(Answers):
             zeta=zeta,
             gamma=merit.gamma,
             multiplier=memory["multiplier"],
+            constraints=there.limits.values,
+            constraint_multipliers=multipliers,
             penalty_updated=updated,
             penalty_updates=t + updated,
             trials=trials,

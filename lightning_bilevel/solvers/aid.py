@@ -1,0 +1,205 @@
+"""AID, approximate implicit differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_bilevel.core.faces import face_at
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.hypergradient import (
+    Ways,
+    adjoint_matrix,
+    descend_to,
+    mixed,
+    resolution,
+)
+from lightning_bilevel.solvers.inner import remembered
+from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
+from lightning_bilevel.solvers.record import AdjointInfo
+from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+
+__all__ = ["AID"]
+
+LinearSolver = Literal["cg", "neumann", "fixed_point"]
+
+
+class AID(BilevelOptimizer):
+    r"""Approximate implicit differentiation: gradient steps on :math:`F(x) = f(x, y^*(x))`.
+
+    Where g(x, .) has one minimiser :math:`y^*(x)` and curvature around it, the gradient of F is
+    :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v = \nabla_y f`. Both
+    :math:`y^*` and v are approximated, from where the last iteration left them:
+
+    .. math::
+        y &\leftarrow P_Y\bigl(y - \beta_k \nabla_y g(x^k, y)\bigr) \quad\text{T times, to }
+          y^{k+1} \\
+        v^{k+1} &\approx \bigl(\nabla^2_{yy} g(x^k, y^{k+1}) + d I\bigr)^{-1}
+          \nabla_y f(x^k, y^{k+1}) \quad\text{by N steps} \\
+        x^{k+1} &= P_X\bigl(x^k - \alpha_k [\nabla_x f(x^k, y^{k+1})
+          - \nabla^2_{xy} g(x^k, y^{k+1})\, v^{k+1}]\bigr)
+
+    The steps of the linear solver are those of conjugate gradients (``"cg"``), or of
+    :math:`v \leftarrow v - \eta [(\nabla^2_{yy} g + d I)\, v - \nabla_y f]`: from the last v
+    (``"fixed_point"``, known as AmIGO), or from :math:`\eta \nabla_y f` (``"neumann"``, known as
+    stocBiO), which is :math:`\eta \sum_{j \le N} (I - \eta (\nabla^2_{yy} g + d I))^j \nabla_y f`.
+    ``"neumann"`` with N = 0 is known as T1-T2.
+
+    In a set Y the system is that of the face on which y lies. Of a box, the coordinates that the
+    last step of y has moved to a bound are left out of the system, and v is 0 there.
+
+    Assumption on g: g(x, .) is strongly convex and Y is the whole space. Guarantee: stationarity of
+    F up to epsilon in :math:`O(\epsilon^{-2})` iterations. There is none for a weakly convex g:
+    conjugate gradients then stop at a direction of curvature 0 or less with the v so far, and the
+    method warns; the other two may diverge. Cost of an iteration: T + 1 passes, and 2 for each
+    product with second derivatives of g: N + 1 of them, and one more for conjugate gradients that
+    start at the last v. Conjugate gradients take fewer steps if they reach the tolerance. Upper of
+    the record is f at :math:`(x^k, y^{k+1})`, lower is g at :math:`x^k` and the y before its last
+    step.
+
+    Args:
+        params: The two parameter groups, see
+            :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
+        alpha: :math:`\alpha_k`, the step of x.
+        beta: :math:`\beta_k`, the step of y; below 2/L for a curvature of g(x, .) up to L.
+        T: The steps of y.
+        N: The steps of the linear solver; 0 is allowed for ``"neumann"`` alone.
+        linear_solver: ``"cg"``, ``"neumann"`` or ``"fixed_point"``.
+        eta: :math:`\eta`, the step of the last two; None for :math:`\beta_k`.
+        warm_start: Whether ``"cg"`` and ``"fixed_point"`` start at the last v, or at 0.
+        damping: d. It makes a system solvable that is not, or is hardly; the hypergradient is then
+            another one.
+        tolerance: Conjugate gradients stop at this residual, relative to the right-hand side.
+        products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
+            of its gradients, for models that have no second derivatives.
+        upper_optimizer: What makes the torch optimiser of x, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
+        lower_optimizer: That of y, likewise.
+        upper_clip: The largest norm of the direction of x; None for no bound.
+        lower_clip: That of the direction of y.
+
+    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    The tolerance is that of the package hypertorch; the other defaults are generic.
+
+    References:
+        - Pedregosa: Hyperparameter Optimization with Approximate Gradient. ICML 2016.
+        - Grazzi, Franceschi, Pontil, Salzo: On the Iteration Complexity of Hypergradient
+          Computation. ICML 2020.
+        - Ji, Yang, Liang: Bilevel Optimization: Convergence Analysis and Enhanced Design. ICML
+          2021.
+        - Arbel, Mairal: Amortized Implicit Differentiation for Stochastic Bilevel Optimization.
+          ICLR 2022.
+
+    Notes:
+        The updates were read in public implementations (hypertorch, benchopt's benchmark); the
+        rates are quoted from memory of the papers. The projections and the system on a face are the
+        natural insertion for constrained levels, outside the theorems. They are exact under strict
+        complementarity. The tolerances of Pedregosa's method, which fall over the iterations, and
+        its step of x are not part of this class.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        alpha: float | Power = 0.01,
+        beta: float | Power = 0.01,
+        T: int = 10,
+        N: int = 10,
+        linear_solver: LinearSolver = "cg",
+        eta: float | None = None,
+        warm_start: bool = True,
+        damping: float = 0.0,
+        tolerance: float = 1e-10,
+        products: Ways = "autograd",
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_clip: float | None = None,
+        lower_clip: float | None = None,
+    ) -> None:
+        given: dict[str, Any] = {
+            "alpha": alpha,
+            "beta": beta,
+            "T": T,
+            "N": N,
+            "linear_solver": linear_solver,
+            "eta": eta,
+            "warm_start": warm_start,
+            "damping": damping,
+            "tolerance": tolerance,
+            "products": products,
+        }
+        none_needed = N == 0 and linear_solver == "neumann"
+        constants = checked_arguments(
+            "AID",
+            given,
+            schedules=("alpha", "beta"),
+            positive=("tolerance", *(() if eta is None else ("eta",))),
+            nonnegative=("damping",),
+            whole=("T", *(() if none_needed else ("N",))),
+            choices={
+                "linear_solver": get_args(LinearSolver),
+                "warm_start": (True, False),
+                "products": get_args(Ways),
+            },
+        )
+        steps = step_constants("AID", upper_clip=upper_clip, lower_clip=lower_clip)
+        super().__init__(
+            params,
+            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
+            {"upper": upper_optimizer, "lower": lower_optimizer},
+        )
+        # Whether a curvature that is not positive has been reported.
+        self.memory["indefinite"] = False
+
+    def advance(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, AdjointInfo]:
+        c = self.constants
+        k = self.memory["iteration"]
+        alpha = value_at(c["alpha"], k)
+        beta = value_at(c["beta"], k)
+        here = problem.at(x)
+        descent = descend_to(
+            here, y, beta, c["T"], 1, problem.lower_set, rule=self.rule("lower", plain)
+        )
+        y_new = descent.y
+        f = problem.upper(x, y_new)
+        face = face_at(problem.lower_set, descent.before[-1])
+        matrix = adjoint_matrix(here, y_new, face, beta, c["damping"], c["products"])
+        right = face.tangent(f.grad_y)
+        accuracy = resolution(c["products"], y.dtype)
+        start = face.tangent(remembered(self, "v", y)) if "v" in self.memory else None
+        solved: Solved
+        if c["linear_solver"] == "cg":
+            solved = conjugate_gradients(matrix, right, start, c["N"], c["tolerance"], accuracy)
+            consequence = "Conjugate gradients stop there, with the v so far."
+        else:
+            eta = c["eta"] or beta
+            if c["linear_solver"] == "neumann":
+                start = eta * right
+            elif start is None:
+                start = 0.0 * right
+            solved = fixed_point(matrix, right, start, c["N"], eta, accuracy)
+            consequence = "The steps of v may diverge."
+        self.memory["indefinite"] = warn_once(
+            "AID", self.memory["indefinite"], solved.curvature, c["damping"], consequence
+        )
+        d_x = f.grad_x - mixed(here, y_new, solved.v, c["products"])
+        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
+        if c["warm_start"] and c["linear_solver"] != "neumann":
+            self.memory["v"] = solved.v
+        info = AdjointInfo(
+            upper=f.value,
+            lower=descent.lower,
+            inner_iterations=c["T"],
+            lr=alpha,
+            indefinite=solved.curvature is not None,
+        )
+        return x_new, y_new, info

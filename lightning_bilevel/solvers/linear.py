@@ -1,0 +1,122 @@
+r"""Solve the adjoint system of a hypergradient, given products with its matrix alone.
+
+At a solution y of the lower level and for the face of Y on which it lies (T and b of
+:mod:`~lightning_bilevel.core.faces`, s the step of y), the hypergradient is
+:math:`\nabla_x f - \nabla^2_{xy} g\, v` with
+
+.. math:: A v = T\, \nabla_y f, \qquad
+    A v = T\, \nabla^2_{yy} g\, v + (b/s + d)\, v, \qquad v = T v
+
+where d is the damping. Without constraints and damping this is :math:`\nabla^2_{yy} g\, v =
+\nabla_y f`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.vectors import dot, norm
+
+__all__ = ["Solved", "conjugate_gradients", "fixed_point", "nonpositive", "warn_once"]
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Solved(NamedTuple):
+    """A solution of A v = b, exact or not.
+
+    Attributes:
+        v: The vector.
+        curvature: The smallest <p, A p>/|p|^2 that was met if it is not positive, and else None.
+    """
+
+    v: Tensor
+    curvature: float | None = None
+
+
+def nonpositive(p: Tensor, Ap: Tensor, resolution: float) -> float | None:
+    """Return the curvature <p, A p>/|p|^2 if it is not positive.
+
+    It counts as 0 if it is below the resolution times |A p|/|p|, where rounding decides its sign.
+    """
+    length = norm(p)
+    if length == 0.0:
+        return None
+    curvature = dot(p, Ap) / length**2
+    return curvature if curvature <= resolution * norm(Ap) / length else None
+
+
+def conjugate_gradients(
+    A: Product, b: Tensor, v: Tensor | None, steps: int, tolerance: float, resolution: float
+) -> Solved:
+    """Solve A v = b by conjugate gradients, which end where A is not positive definite.
+
+    Args:
+        A: The product with the matrix.
+        b: The right-hand side.
+        v: The start; None for 0, which saves a product.
+        steps: At most so many.
+        tolerance: They end at this residual, relative to b.
+        resolution: The relative accuracy of the products.
+    """
+    r = b if v is None else b - A(v)
+    v = torch.zeros_like(b) if v is None else v
+    p = r
+    squared = dot(r, r)
+    enough = (max(tolerance, torch.finfo(b.dtype).eps) * norm(b)) ** 2
+    # The largest curvature so far: a direction whose curvature is that much smaller counts as flat.
+    largest = 0.0
+    for _ in range(steps):
+        if squared <= enough:
+            break
+        Ap = A(p)
+        length = dot(p, p)
+        bent = dot(p, Ap)
+        largest = max(largest, norm(Ap) / length**0.5)
+        if bent <= resolution * largest * length:
+            return Solved(v, bent / length)
+        alpha = squared / bent
+        v = v + alpha * p
+        r = r - alpha * Ap
+        new = dot(r, r)
+        p = r + (new / squared) * p
+        squared = new
+    return Solved(v)
+
+
+def fixed_point(
+    A: Product, b: Tensor, v: Tensor, steps: int, step: float, resolution: float
+) -> Solved:
+    r"""Repeat :math:`v \leftarrow v - s (A v - b)`.
+
+    From :math:`v = s b` the result is the Neumann series :math:`s \sum_{j \le N} (I - s A)^j b`.
+    """
+    worst: float | None = None
+    for _ in range(steps):
+        Av = A(v)
+        found = nonpositive(v, Av, resolution)
+        if found is not None:
+            worst = found if worst is None else min(worst, found)
+        v = v - step * (Av - b)
+    return Solved(v, worst)
+
+
+def warn_once(
+    solver: str, warned: bool, curvature: float | None, damping: float, consequence: str
+) -> bool:
+    """Warn at the first curvature that is not positive; return whether there has been a warning."""
+    if curvature is not None and not warned:
+        warnings.warn(
+            f"`{solver}` met the curvature {curvature:.3g} along a direction of the lower level, "
+            f"with `damping={damping:g}`: g(x, .) is not strongly convex at this point, as the "
+            f"method assumes. {consequence} A `damping` above {damping - curvature:.3g} makes it "
+            "positive along this direction, and changes the hypergradient; IVSP and MEHA need no "
+            "convexity. This is said once a run.",
+            stacklevel=5,
+        )
+    return warned or curvature is not None
