@@ -29,7 +29,7 @@ Commands:
   tasks      list the ready configs with the data and the time that they need
   fit        solve a problem: --config FILE, or the name of a ready config
   compare    run several methods on one task for the same time each
-  clean      find wrong labels in your own images or table, by a few trusted samples
+  clean      find wrong labels in your own data, by a few trusted samples
   certify    print the certificate of a checkpoint
   probe      print the constants that IVSP would choose for a config, and why
   validate, test, predict    as with any LightningCLI

@@ -178,6 +178,7 @@ def test_a_streaming_step(solver: Solver, options: dict[str, Any]) -> None:
         assert all(map(torch.equal, elsewhere(run), run()))
 
 
+@pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=str)
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.name in ("quadratic", "active_box")])
 def test_an_exact_iteration(solver: Solver, problem: Problem) -> None:
