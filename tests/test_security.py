@@ -60,6 +60,7 @@ def test_nothing_runs_what_is_in_a_file(path: Path) -> None:
             assert given["weights_only"] == "True" or path.stem == "checkpoints"
 
 
+@pytest.mark.integration
 def test_the_state_of_a_comparison_runs_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

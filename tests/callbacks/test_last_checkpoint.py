@@ -177,6 +177,7 @@ def test_the_command_line_says_what_is_wrong_with_the_folder(
     assert "Traceback" not in error
 
 
+@pytest.mark.integration
 def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -181,6 +181,7 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stop", [1, 7, 40])
 def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int) -> None:
     def watched() -> list[Any]:

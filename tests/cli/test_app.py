@@ -32,6 +32,7 @@ def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
 
 
+@pytest.mark.integration
 def test_paper_settings_reach_the_papers_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_paper_settings_reach_the_papers_accuracy(
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("budget", ["100ms", 0.1, "00:00:00:01", {"milliseconds": 100}])
 def test_a_budget_stops_fit_from_yaml(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: Any
@@ -504,11 +506,15 @@ def test_every_config_runs(
                 "LIGHTNING_BILEVEL_DATA"
             )
         options.append(f"--data.init_args.root={DATA}")
-    if config.parents[1].name == "trusted":
+    if config.parents[1].name == "trusted" or (
+        source.endswith("Cleaning") and config.parent.name.endswith("_mini_batches")
+    ):
         # The certificate goes through all data.
         options += ["--data.init_args.n_train=600", "--data.init_args.n_test=100"]
         if "SampleWeights" in config.read_text():
             options.append("--model.init_args.weights.init_args.n=600")
+        elif "HyperCleaning" in config.read_text():
+            options.append("--model.init_args.n_train=600")
     if source.endswith("Episodes"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         options += [

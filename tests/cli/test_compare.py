@@ -28,6 +28,8 @@ from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.cli.recorder import NEVER, Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:

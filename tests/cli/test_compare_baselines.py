@@ -23,6 +23,8 @@ from lightning_bilevel.cli.results import MethodResult, write_figure, write_summ
 from lightning_bilevel.data import DigitsCleaning
 from lightning_bilevel.modules.networks import sigmoid_network
 
+pytestmark = pytest.mark.integration
+
 CONFIGS = SYNTHETIC.parent
 
 

@@ -200,6 +200,7 @@ def test_data_that_do_not_fit_are_refused_before_training(
         trainer(tmp_path, max_steps=1).fit(ours(), datamodule=data())
 
 
+@pytest.mark.integration
 def test_digits_are_cleaned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
 @pytest.mark.parametrize(

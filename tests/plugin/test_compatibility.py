@@ -187,6 +187,7 @@ def test_callbacks_that_cannot_work_are_refused(tmp_path: Path, callback: Any, w
         fitted(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path))
 
 
+@pytest.mark.integration
 def test_a_full_batch_has_no_batch_size_to_find(tmp_path: Path) -> None:
     data: Any = weighting_data()
     data.batch_size = 4

@@ -217,6 +217,7 @@ def test_the_bias_of_f2ba_is_of_the_stated_order(
     assert slopes == pytest.approx([order, order], abs=0.1)
 
 
+@pytest.mark.integration
 @closed_forms
 def test_the_proximal_term_does_not_move_the_followers_from_where_they_end(
     problem: ClosedForm,
@@ -235,6 +236,7 @@ def test_the_proximal_term_does_not_move_the_followers_from_where_they_end(
     torch.testing.assert_close(y, point_of(plain)[1], rtol=0, atol=1e-7)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("difference", "factor"), [("forward", 2.0), ("central", 4.0)])
 def test_f2ba_ends_at_a_stationary_point_up_to_its_bias(difference: str, factor: float) -> None:
     """The last |grad F| of a run, by the closed form: linear in sigma, or quadratic."""
@@ -248,6 +250,7 @@ def test_f2ba_ends_at_a_stationary_point_up_to_its_bias(difference: str, factor:
     assert ends[0] / ends[1] == pytest.approx(factor, rel=0.15)
 
 
+@pytest.mark.integration
 @closed_forms
 def test_hjfbio_ends_where_the_hypergradient_is_zero(problem: ClosedForm) -> None:
     start = (torch.zeros(NX).double(), torch.zeros(NY).double())
@@ -356,6 +359,7 @@ def test_hjfbio_says_once_that_v_is_on_its_sphere() -> None:
 
 
 # --- PBGD-Free ---
+@pytest.mark.integration
 def test_pbgd_free_stops_away_from_the_solution_where_f_is_not_flat() -> None:
     # y = x - 1 gives F = x^2 + 10 x - 10, whose minimiser is x = -5. The method ends at fx = 0.
     problem = BilevelProblem(

@@ -227,6 +227,7 @@ class TestClosedForms:
             got = direction(partial(ITD, beta=0.3, T=7), form.build(lower_set), X, start)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
+    @pytest.mark.integration
     @both_ways
     def test_soba_comes_to_the_same_fixed_point(self, form: ClosedForm, way: Any) -> None:
         """Where the closed form of the hypergradient is 0."""
@@ -241,6 +242,7 @@ class TestClosedForms:
         assert float((got_y - exact).norm()) < 1e-7
         assert float((optimizer.memory["v"] - form.adjoint(got_x, exact)).norm()) < 1e-7
 
+    @pytest.mark.integration
     @pytest.mark.parametrize(
         "solver",
         [

@@ -596,6 +596,7 @@ def run_synthetic(name: str, iterations: int) -> tuple[float, float, Tensor, Ten
 # The errors in x and y that an independent implementation reached with the paper's settings. In the
 # basin of the solution the x error is below 0.1; 4.6 and 2.1 are other basins, and 1.1 is the lower
 # level's maximum.
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "iterations", "x_error", "y_error"),
     [

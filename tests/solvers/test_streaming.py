@@ -733,6 +733,7 @@ SOLVED: dict[str, tuple[Callable[..., BilevelOptimizer], float, float]] = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", list(SOLVED))
 def test_falling_rates_lead_to_the_solution_on_all_data(name: str) -> None:
     """Which a linear system gives."""
