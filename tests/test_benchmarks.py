@@ -24,6 +24,7 @@ from benchmarks import (
     stationarity,
     tasks,
     trusted,
+    trusted_figure,
 )
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import doublings, exponent, in_turns, ratio
@@ -281,3 +282,20 @@ def test_memory_counts_what_is_held_at_once() -> None:
 def test_ivsp_holds_twelve_parameter_vectors_and_two_for_the_theorem() -> None:
     assert memory.vectors(10_000, keep_proved=False) <= 12.0
     assert 13.9 < memory.vectors(10_000) <= 14.0
+
+
+def test_the_figure_of_trusted_samples_has_a_bar_for_each_method(tmp_path: Path) -> None:
+    rows = [
+        {"data": data, "method": method, "test_error": error}
+        for data in ("mnist", "fashion_mnist")
+        for method, error in (("ivsp", 0.1), ("ivsp", 0.2), ("oracle", 0.05))
+    ]
+    panels = trusted_figure.draw(rows).axes
+    assert [panel.get_title() for panel in panels] == ["MNIST", "FashionMNIST"]
+    for panel in panels:
+        widths = sorted(bar.get_width() for bar in panel.patches)
+        assert widths == pytest.approx([0.05, 0.15])
+    results = tmp_path / "results.jsonl"
+    results.write_text("\n".join(["a line of Lightning", *map(json.dumps, rows)]))
+    trusted_figure.main([str(results), "--out", str(tmp_path / "trusted.png")])
+    assert (tmp_path / "trusted.png").stat().st_size > 5000
