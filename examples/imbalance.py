@@ -34,7 +34,7 @@ RARE = 4
 COMMON = 120
 
 
-class Reweighting(IVSPMixin, LightningModule):
+class ClassBalance(IVSPMixin, LightningModule):
     def __init__(self, solver: SolverCallable) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(10))
@@ -75,7 +75,7 @@ def main(short: bool = False, out: Path = Path("imbalance.png")) -> dict[str, fl
         "L_xy": 1.0,
         "inner": "accelerated",
     }
-    module = Reweighting(
+    module = ClassBalance(
         partial(IVSP, **convex, mu0=2e-3, block=10, gamma0=0.02, zeta_bar=1e3, L_init=1.0, B_R=1.0)
     )
     data = FullBatchDataModule(upper=validation, lower=train, epoch_length=25 if short else 80)
