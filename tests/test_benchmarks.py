@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 pytest.importorskip("sklearn")
 
@@ -18,6 +19,7 @@ from benchmarks import (
     baselines,
     boat,
     contenders,
+    hyperparameters,
     memory,
     mini_batches,
     results,
@@ -299,3 +301,31 @@ def test_the_figure_of_trusted_samples_has_a_bar_for_each_method(tmp_path: Path)
     results.write_text("\n".join(["a line of Lightning", *map(json.dumps, rows)]))
     trusted_figure.main([str(results), "--out", str(tmp_path / "trusted.png")])
     assert (tmp_path / "trusted.png").stat().st_size > 5000
+
+
+@pytest.mark.integration
+def test_hyperparameters(tmp_path: Path) -> None:
+    found = hyperparameters.main(short=True, out=tmp_path / "hyper.png")
+    assert (tmp_path / "hyper.png").exists()
+    assert list(found) == ["start", "learned", "random search"]
+    # Ten classes: a network that has learned nothing has an error of 0.9 and a loss of log 10.
+    for row in found.values():
+        assert row["error"] < 0.4
+        assert row["loss"] < 1.6
+
+
+def test_the_training_loss_of_the_hyperparameters_is_torchs() -> None:
+    """Label smoothing and weight decay against torch's own."""
+    torch.manual_seed(0)
+    net = hyperparameters.network()
+    batch = torch.rand(7, 1, 8, 8), torch.arange(7)
+    x = torch.tensor([-1.0, -2.0, -3.0, -0.5])
+    smoothing = float(x[3].sigmoid())
+    decays = [
+        0.5 * math.exp(c) * float(layer.weight.detach().square().sum())
+        for c, layer in zip(x[:3].tolist(), (net[1], net[3], net[5]), strict=True)
+    ]
+    with torch.no_grad():
+        plain = cross_entropy(net(batch[0]), batch[1], label_smoothing=smoothing)
+        ours = hyperparameters.training_loss(net, x, batch)
+    assert float(ours) == pytest.approx(float(plain) + sum(decays), rel=1e-5)
