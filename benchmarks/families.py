@@ -74,7 +74,7 @@ def factorisation(n: int, normal: Normal) -> Losses:
     seen = (normal(n, n) > 0.0).double()
 
     def product(y: Tensor) -> Tensor:
-        left, right = y.view(2, n, rank)
+        left, right = y.view(2, n, rank).unbind()
         return left @ right.T
 
     def upper(x: Tensor, y: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def deficient(n: int, normal: Normal) -> Losses:
 
 
 MEMBERS: Sequence[Member] = (
-    Member(factorisation, 4, 1.0, 1.0, Box(-6.0, 2.0), Free(), 100),
+    Member(factorisation, 4, 1.0, 1.0, Box(-6.0, 2.0), Free(), 103),
     Member(factorisation, 25, 1e2, 1e-2, Ball(20.0), Ball(40.0), 101),
     Member(factorisation, 100, 1e-3, 1.0, Free(), Box(-5.0, 5.0), 102),
     Member(valleys, 2, 1.0, 1e2, Free(), Free(), 110),
