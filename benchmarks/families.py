@@ -2,7 +2,7 @@
 
 The other half is `held_out.py`. A family is a function of a size and of random numbers; a member
 adds the scales of f and g and the sets. Each g is bounded below on its set. f is a mean, between
-0.1 and 10 at the start before it is scaled; g is a mean in three families and a sum in seven.
+0.1 and 100 at the start before it is scaled; g is a mean in three families and a sum in seven.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def deficient(n: int, normal: Normal) -> Losses:
 MEMBERS: Sequence[Member] = (
     Member(factorisation, 4, 1.0, 1.0, Box(-6.0, 2.0), Free(), 103),
     Member(factorisation, 25, 1e2, 1e-2, Ball(20.0), Ball(40.0), 101),
-    Member(factorisation, 100, 1e-3, 1.0, Free(), Box(-5.0, 5.0), 102, 10.0),
+    Member(factorisation, 100, 1e-3, 1.0, Free(), Box(-5.0, 5.0), 102),
     Member(valleys, 2, 1.0, 1e2, Free(), Free(), 110),
     Member(valleys, 30, 1.0, 1.0, Box(-2.0, 2.0), Free(), 111, 0.0),
     Member(valleys, 500, 1e3, 1e-2, Ball(30.0), Box(-2.0, 2.0), 112, 0.0),
@@ -293,7 +293,7 @@ MEMBERS: Sequence[Member] = (
     Member(representation, 20, 1e-2, 1e2, Ball(4.0), Free(), 171),
     Member(representation, 60, 1e3, 1.0, Box(-1.0, 1.0), Box(-5.0, 5.0), 172, 0.0),
     Member(robust, 2, 1.0, 1e3, Box(-4.0, 2.0), Box(-10.0, 10.0), 180),
-    Member(robust, 30, 1.0, 1.0, Ball(25.0), Free(), 181, 10.0),
+    Member(robust, 30, 1.0, 1.0, Ball(25.0), Free(), 181, 0.0),
     Member(robust, 300, 1e-1, 1e-2, Product([Box(-1.0, 1.0), Free()], [1, 300]), Ball(50.0), 182),
     Member(deficient, 2, 1.0, 1.0, Free(), Free(), 190),
     Member(deficient, 50, 1e3, 1e-3, Ball(7.0), Free(), 191, 0.0),
