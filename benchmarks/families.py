@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.random_problems import Drawn
-from lightning_bilevel import Ball, BilevelProblem, Box, ConvexSet, Free, Product, Simplex
+from benchmarks.random_problems import Drawn, scaled
+from lightning_bilevel import Ball, Box, ConvexSet, Free, Product, Simplex
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Normal = Callable[..., Tensor]
@@ -56,18 +56,14 @@ class Member:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         upper, lower, x, y = self.family(self.size, normal)
-        f_scale, g_scale = self.upper_scale, self.lower_scale
-        X, Y = self.upper_set, self.lower_set
-        problem = BilevelProblem(
-            lambda x, y: f_scale * upper(x, y),
-            lambda x, y: g_scale * lower(x, y),
-            upper_set=X,
-            lower_set=Y,
+        name = f"{self.family.__name__:<15} {x.numel():>5} + {y.numel():<5}"
+        return scaled(
+            name,
+            (upper, lower),
+            (self.upper_scale, self.lower_scale),
+            (x, self.start * y),
+            (self.upper_set, self.lower_set),
         )
-        sets = f"x in {type(X).__name__}, y in {type(Y).__name__}"
-        sizes = f"{x.numel():>5} + {y.numel():<5}"
-        name = f"{self.family.__name__:<15} {sizes} f x {f_scale:g}, g x {g_scale:g}; {sets}"
-        return Drawn(name, problem, X.project(x), Y.project(self.start * y), 1e-3 * g_scale)
 
 
 def factorisation(n: int, normal: Normal) -> Losses:
