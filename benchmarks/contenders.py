@@ -42,9 +42,7 @@ def missing(name: str) -> str | None:
 def method(name: str, size: Size) -> tuple[Task, BilevelModule, BilevelOptimizer, BilevelProblem]:
     """Return the task of one of our methods, its module, the method and the problem."""
     task = cleaning(size, chosen=solver(f"mnist/{name}"))
-    module = task.build()
-    declared = module._declaration
-    return task, module, declared.solver(declared.groups()), task.problem(module)
+    return task, *task.begin()
 
 
 def library(

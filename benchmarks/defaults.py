@@ -1,11 +1,12 @@
-"""IVSP with no arguments next to the paper's settings: all tasks and thirty random problems.
+"""IVSP with no arguments next to the paper's settings: tasks, sets of problems, networks.
 
 A task is run for an optimisation time; what is printed is f over its start at its worst, the KKT
 residual at the start and at the end, the time to a validation loss of 0.01, and what the module
-logs. A random problem counts as solved once its residuals, relative to |grad f|, |g| and |f| at the
-start, are all at most 1e-2; at most 2,000 outer iterations.
+logs. `outcomes.py` says when a problem counts as solved, `networks.py` what is printed there.
+Without a choice everything is run. `--held-out` is for reporting: nothing is to be chosen on it.
 
-Run: python -m benchmarks.defaults [--tasks NAME ...] [--seconds 60] [--no-random]
+Run: python -m benchmarks.defaults [--tasks [NAME ...]] [--random] [--families] [--held-out]
+    [--networks] [--mnist] [--seconds 60] [--out TABLE.csv]
 """
 
 from __future__ import annotations
@@ -13,21 +14,18 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks import families, held_out, networks, outcomes
 from benchmarks.random_problems import Drawn, draw
-from lightning_bilevel import IVSP, BilevelError, certify
+from lightning_bilevel import BilevelError
 from lightning_bilevel.cli.app import BilevelCLI
-from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.report.reading import advice
-from lightning_bilevel.report.tally import Tally
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Name, config, what is changed in the model, how many times the usual seconds, and where the
@@ -110,69 +108,47 @@ def run(name: str, seconds: float, constants: str | None) -> None:
     )
 
 
-def solve_random(drawn: Drawn, steps: int = 2000, every: int = 50) -> tuple[bool, str]:
-    """Run IVSP on a random problem; whether it was solved, and how it went in words."""
-    problem, began = drawn.problem, time.perf_counter()
-    start = problem.upper(drawn.x, drawn.y)
-    scales = (
-        math.hypot(norm(start.grad_x), norm(start.grad_y)),
-        abs(problem.at(drawn.x).value(drawn.y)),
-        abs(start.value),
-    )
-    x, y = drawn.x.clone().requires_grad_(), drawn.y.clone().requires_grad_()
-    solver = IVSP(
-        [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}], delta=drawn.delta
-    )
-    relative, iteration, tally = math.inf, 0, Tally()
-    try:
-        while relative > 1e-2 and iteration < steps:
-            for _ in range(every):
-                info = solver.step(problem=problem)
-                tally.add(info)
-            iteration = info.iteration
-            assert solver.envelope is not None
-            tolerance = 1e-9 * solver.constants["L_yy"]
-            c = certify(
-                problem, x, y, solver.envelope, multiplier=solver.multiplier, tolerance=tolerance
-            )
-            residuals = c.stationarity, c.feasibility, c.complementarity
-            relative = max(
-                residual / max(scale, 1e-300)
-                for residual, scale in zip(residuals, scales, strict=True)
-            )
-    except BilevelError as error:
-        return False, f"stopped: {error}"
-    seconds = time.perf_counter() - began
-    words = (
-        f"{relative:.1e} after {iteration} iterations, {solver.memory['passes']} passes, "
-        f"{seconds:.1f} s"
-    )
-    return relative <= 1e-2, words if relative <= 1e-2 else " ".join([words, *advice(c, tally)])
+# The sets of problems: those that IVSP's choices were made on, and the two halves of the others.
+PROBLEMS: dict[str, Callable[[], list[Drawn]]] = {
+    "random": lambda: [draw(number) for number in range(30)],
+    "families": families.problems,
+    "held_out": held_out.problems,
+}
 
 
-def main() -> None:
+def run_problems(parts: Sequence[str], out: Path | None) -> None:
+    """Solve the sets of problems that are named, next to what they came to before."""
+    before = outcomes.read()
+    found = {part: outcomes.run(part, PROBLEMS[part](), before.get(part, ())) for part in parts}
+    if out is not None and found:
+        outcomes.write(out, found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), help="these, or all of them")
+    for part in PROBLEMS:
+        parser.add_argument(f"--{part.replace('_', '-')}", action="store_true")
+    parser.add_argument("--networks", action="store_true")
+    parser.add_argument("--mnist", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--no-random", action="store_true")
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="a table of the problems, such as before.csv")
+    given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for name in given.tasks:
-        for constants in dict.fromkeys((None, TASKS[name][3])):
-            run(name, given.seconds, constants)
-    if given.no_random:
-        return
-    solved = 0
-    for number in range(30):
-        torch.manual_seed(0)
-        drawn = draw(number)
-        good, words = solve_random(drawn)
-        solved += good
-        print(f"{number:>2} {'solved' if good else 'NOT   '} {drawn.name:<72} {words}", flush=True)
-    print(f"{solved} of 30 solved")
+    parts = [part for part in PROBLEMS if getattr(given, part)]
+    everything = not (parts or given.networks or given.mnist or given.tasks is not None)
+    if everything or given.tasks is not None:
+        for name in given.tasks or TASKS:
+            for constants in dict.fromkeys((None, TASKS[name][3])):
+                run(name, given.seconds, constants)
+    run_problems(list(PROBLEMS) if everything else parts, given.out)
+    if everything or given.networks:
+        networks.run_networks(given.seconds)
+    if everything or given.mnist:
+        networks.run_mnist()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from lightning_bilevel import Ball, BilevelProblem, Box, ConvexSet, Free, Simplex
+from lightning_bilevel.core.lower import Function
 
 KINDS = ("quadratic", "logistic", "network")
 SIZES = (2, 5, 20, 60, 200, 600, 1_000, 2_000, 5_000, 10_000)
@@ -55,15 +56,28 @@ def draw(number: int) -> Drawn:
 
     make = {"quadratic": _quadratic, "logistic": _logistic, "network": _network}[kind]
     upper, lower, x, y, X, Y = make(size, index, normal)
+    name = f"{kind:<9} {x.numel():>6} + {y.numel():<6}"
+    return scaled(name, (upper, lower), (f_scale, g_scale), (x, y), (X, Y))
+
+
+def scaled(
+    name: str,
+    losses: tuple[Function, Function],
+    scales: tuple[float, float],
+    start: tuple[Tensor, Tensor],
+    sets: tuple[ConvexSet, ConvexSet],
+) -> Drawn:
+    """Return f and g times their scales, on their sets. Each pair is the upper level's first."""
+    (upper, lower), (f_scale, g_scale), (X, Y) = losses, scales, sets
     problem = BilevelProblem(
         lambda x, y: f_scale * upper(x, y),
         lambda x, y: g_scale * lower(x, y),
         upper_set=X,
         lower_set=Y,
     )
-    sets = f"x in {type(X).__name__}, y in {type(Y).__name__}"
-    name = f"{kind:<9} {x.numel():>6} + {y.numel():<6} f x {f_scale:g}, g x {g_scale:g}; {sets}"
-    return Drawn(name, problem, X.project(x), Y.project(y), 1e-3 * g_scale)
+    of = f"f x {f_scale:g}, g x {g_scale:g}; x in {type(X).__name__}, y in {type(Y).__name__}"
+    x, y = start
+    return Drawn(f"{name} {of}", problem, X.project(x), Y.project(y), 1e-3 * g_scale)
 
 
 def _quadratic(n, index, normal):  # type: ignore[no-untyped-def]

@@ -92,11 +92,15 @@ class Task:
             {"upper": self.data.upper, "lower": self.data.lower}
         ).in_units(*self.units)
 
-    def alone(self) -> tuple[BilevelOptimizer, BilevelProblem]:
-        """Return solver and problem as they are without a Trainer."""
+    def begin(self) -> tuple[BilevelModule, BilevelOptimizer, BilevelProblem]:
+        """Return module, solver and problem as they are without a Trainer."""
         module = self.build().double() if self.double else self.build()
         declared = module._declaration
-        return declared.solver(declared.groups()), self.problem(module)
+        return module, declared.solver(declared.groups()), self.problem(module)
+
+    def alone(self) -> tuple[BilevelOptimizer, BilevelProblem]:
+        """Return solver and problem of :meth:`begin`."""
+        return self.begin()[1:]
 
 
 def solver(config: str, **changes: Any) -> SolverCallable:

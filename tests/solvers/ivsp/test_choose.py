@@ -10,7 +10,7 @@ from helpers import PLAIN, groups, point_of
 from places import SYNTHETIC
 from torch import Tensor
 
-from benchmarks.defaults import solve_random
+from benchmarks.outcomes import solve
 from benchmarks.random_problems import draw
 from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
@@ -231,8 +231,8 @@ def test_the_grids_of_the_penalty() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 6, 8, 11, 15, 18, 27])
 def test_random_problems_are_solved_without_a_constant(number: int) -> None:
-    solved, words = solve_random(draw(number), steps=400)
-    assert solved, words
+    outcome, words = solve(draw(number), steps=400)
+    assert outcome.solved, words
 
 
 @pytest.mark.parametrize(("config", "given"), [("ivsp", "given: 0.5"), ("meha", "")])
