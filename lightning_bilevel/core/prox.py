@@ -223,8 +223,10 @@ def precise_prox(
     for _ in range(max_iterations):
         new = projected_step(z, direction, eta, lower_set)
         length = math.sqrt(squared_distance(new, z))
-        attainable = max(tolerance, noise * (norm(slope) + norm(z - y) / rho))
-        if length <= attainable * eta or length <= _rounding(z):
+        if length <= max(tolerance * eta, _rounding(z)):
+            return z
+        rounding = noise * (norm(slope) + norm(z - y) / rho)
+        if length <= rounding * eta and _mapping_within(z, direction, length, lower_set) <= rounding:
             return z
         new_slope = lower.gradient(new)
         new_direction = slope_of_psi(new_slope, new, y, rho)
@@ -241,6 +243,16 @@ def precise_prox(
         f"its gradient mapping is {length / eta:.3g}, above the tolerance {tolerance:g}: allow a "
         "larger tolerance, or a smaller rho."
     )
+
+
+def _mapping_within(z: Tensor, direction: Tensor, length: float, lower_set: ConvexSet) -> float:
+    r"""Return the gradient mapping :math:`\|P_Y(z - \eta d) - z\|/\eta` of a step within a length.
+
+    A long step that Y cuts off is short whatever its direction: it says nothing about rounding.
+    """
+    eta = length / norm(direction)
+    new = projected_step(z, direction, eta, lower_set)
+    return math.sqrt(squared_distance(new, z)) / eta
 
 
 def slope_of_psi(slope: Tensor, z: Tensor, y: Tensor, rho: float) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFinit
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import inexact_prox, precise_prox
-from lightning_bilevel.core.sets import Box, ConvexSet, Free
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free
 
 CASES = [(seed, *shape) for seed in range(4) for shape in ((3, 5, 5.0), (4, 8, 0.5))]
 random_problems = pytest.mark.parametrize("case", CASES, ids=str)
@@ -438,6 +438,22 @@ class TestPreciseProx:
             scaled.at(x), y / 100.0, problem.envelope.rho / 1e4, scaled.lower_set, tolerance=1e-8
         )
         torch.testing.assert_close(again * 100.0, z, rtol=0, atol=1e-8)
+
+    @pytest.mark.parametrize("scale", [1.0, 1e10, 1e20, 1e40])
+    @pytest.mark.parametrize("lower_set", [Box(-1.0, 1.0), Ball(1.0)], ids=["box", "ball"])
+    def test_a_step_that_the_set_cuts_off_is_no_rounding(
+        self, scale: float, lower_set: ConvexSet
+    ) -> None:
+        target = torch.tensor([0.3, -0.4], dtype=torch.float64)
+        problem = BilevelProblem(
+            lambda x, y: x.sum() + y.sum(),
+            lambda x, y: scale * ((y - target) ** 2).sum(),
+            lower_set=lower_set,
+        )
+        y = torch.tensor([0.6, 0.7], dtype=torch.float64)
+        z = precise_prox(problem.at(torch.zeros(1, dtype=torch.float64)), y, 1.0, lower_set)
+        exact = (2 * scale * target + y) / (2 * scale + 1)
+        torch.testing.assert_close(z, exact, rtol=0.0, atol=1e-3)
 
     def test_the_cap_is_a_named_error(self) -> None:
         problem = BilevelProblem(lambda x, y: y.sum(), lambda x, y: ((y - 1) ** 2).sum() * 5e3)
