@@ -226,7 +226,10 @@ def precise_prox(
         if length <= max(tolerance * eta, _rounding(z)):
             return z
         rounding = noise * (norm(slope) + norm(z - y) / rho)
-        if length <= rounding * eta and _mapping_within(z, direction, length, lower_set) <= rounding:
+        if (
+            length <= rounding * eta
+            and _mapping_within(z, direction, length, lower_set) <= rounding
+        ):
             return z
         new_slope = lower.gradient(new)
         new_direction = slope_of_psi(new_slope, new, y, rho)
