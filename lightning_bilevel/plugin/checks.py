@@ -42,7 +42,7 @@ def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: boo
             f"{refused}: the parameters stay in float32 or float64, and losses of float16 would "
             "need their gradients rescaled. Use bf16-mixed, 32-true or 64-true."
         )
-    way = "" if solver.stochastic else f" and solver {solver.for_mini_batches}"
+    way = "" if solver.takes_mini_batches else f" and solver {solver.for_mini_batches}"
     raise MisconfigurationException(
         f"{refused}: the Moreau gap is a small difference of large numbers, which half precision "
         f"does not resolve. Use 32-true or 64-true; or bf16-mixed with mini-batches{way}."
@@ -101,7 +101,7 @@ def check_trainer(call: str, trainer: Any) -> None:
 
 def way_to_mini_batches(solver: BilevelOptimizer) -> str:
     """Say how a module with losses that change, as dropout makes them, can be trained."""
-    if solver.stochastic:
+    if solver.takes_mini_batches:
         return (
             f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
             "that yield mini-batches."

@@ -156,8 +156,6 @@ def skip_batch(solver: Streaming, error: NonFiniteError) -> StreamInfo:
     return StreamInfo(
         upper=math.nan,
         lower=math.nan,
-        gap=math.nan,
-        multiplier=math.nan,
         inner_iterations=0,
         skipped=memory["skipped"],
         taken=False,

@@ -20,8 +20,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bilevel import (
+    AID,
     BOME,
     F2SA,
+    ITD,
     SLM,
     BilevelError,
     CertificateReport,
@@ -54,10 +56,17 @@ def full() -> FullBatchDataModule:
 
 class TestDeterministicSolvers:
     @pytest.mark.parametrize(
-        ("solver", "name"), [(MILD, "StreamingIVSP"), (SLM, "F2SA"), (BOME, "F2SA")]
+        ("solver", "words"),
+        [
+            (MILD, "compares values of f and g.*Use `StreamingIVSP`"),
+            (SLM, "compares values of f and g.*Use `F2SA`"),
+            (BOME, "compares values of f and g.*Use `F2SA`"),
+            (ITD, "differentiates several steps.*Use `SOBA`"),
+            (AID, "needs products with one matrix. Use `AID.linear_solver=.neumann.*"),
+        ],
     )
-    def test_changing_batches(self, tmp_path: Path, solver: Any, name: str) -> None:
-        refused(tmp_path, f"compares values of f and g.*Use `{name}`", Weighting(solver=solver))
+    def test_changing_batches(self, tmp_path: Path, solver: Any, words: str) -> None:
+        refused(tmp_path, words, Weighting(solver=solver))
 
     @pytest.mark.parametrize(("solver", "name"), [(MILD, "StreamingIVSP"), (BOME, "F2SA")])
     def test_dropout(self, tmp_path: Path, solver: Any, name: str) -> None:

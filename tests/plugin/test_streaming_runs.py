@@ -23,9 +23,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
+    DARTS,
     F2SA,
+    SOBA,
     CertificateReport,
     Envelope,
+    HJFBiO,
     StreamInfo,
     StreamingIVSP,
     TableRMS,
@@ -197,6 +200,23 @@ class TestStep:
         module = Warm()
         fitted(tmp_path, module, loaders(), max_epochs=2, num_sanity_val_steps=0)
         assert module.seen == [1.0] * 8 + [2.0] * 8
+
+    @pytest.mark.parametrize(
+        "solver",
+        [SOBA, partial(SOBA, products="difference"), HJFBiO, DARTS],
+        ids=["soba", "soba-difference", "hjfbio", "darts"],
+    )
+    def test_further_points_leave_the_running_statistics_alone(
+        self, tmp_path: Path, solver: Any
+    ) -> None:
+        """A method may evaluate g at several points: one batch of each level counts once."""
+        module = Streamed(dropout=0.5, solver=partial(solver, lower_optimizer=ADAMW))
+        fitted(tmp_path, module, loaders(), max_epochs=-1, max_steps=3, limit_val_batches=0)
+        assert module.network[1].num_batches_tracked == 2 * 3
+        assert module.last_step.upper > 0
+        # The gap is that of an inner variable, which these methods do not have.
+        assert "bilevel/gap" not in module.last_step.metrics()
+        assert (module.logits != 0).any()
 
     def test_untouched_weights_stay(self, tmp_path: Path) -> None:
         module = Touching(
