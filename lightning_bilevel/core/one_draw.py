@@ -7,7 +7,7 @@ several points: differences of gradients compare the same masks of dropout.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ __all__ = ["with_one_draw"]
 def with_one_draw(problem: BilevelProblem, device: torch.device) -> BilevelProblem:
     """Return the problem with one draw of random numbers for f, and one for g.
 
-    The first evaluation of g is by ``lower``, and all others are by ``inner``: those of a module
-    with running statistics count once, whatever the number of points.
+    The first evaluation of g is by ``lower``, and all others are by ``inner``, and those of f
+    likewise: a batch counts once in running statistics, whatever the number of points.
 
     Args:
         problem: f and g on a mini-batch.
@@ -37,15 +37,18 @@ def with_one_draw(problem: BilevelProblem, device: torch.device) -> BilevelProbl
         True
     """
     fixed = copy.copy(problem)
-    fixed.upper_terms = [_fixed(term, term, device) for term in problem.upper_terms]
-    fixed.lower_terms = [
-        _fixed(first, later, device)
-        for first, later in zip(problem.lower_terms, problem.inner_terms, strict=True)
-    ]
+    fixed.upper_terms = _fixed(problem.upper_terms, problem.inner_upper_terms, device)
+    fixed.lower_terms = _fixed(problem.lower_terms, problem.inner_terms, device)
     return fixed
 
 
-def _fixed(first: LowerTerm, later: LowerTerm, device: torch.device) -> LowerTerm:
+def _fixed(
+    first: Sequence[LowerTerm], later: Sequence[LowerTerm], device: torch.device
+) -> list[LowerTerm]:
+    return [_fixed_term(*pair, device) for pair in zip(first, later, strict=True)]
+
+
+def _fixed_term(first: LowerTerm, later: LowerTerm, device: torch.device) -> LowerTerm:
     def part(name: str) -> _OneDraw | None:
         function = getattr(first, name)
         return None if function is None else _OneDraw(function, getattr(later, name), device)

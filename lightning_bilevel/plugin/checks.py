@@ -34,9 +34,15 @@ def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: boo
         solver: The solver.
         mini_batches: Whether it runs on mini-batches.
     """
+    refused = f"`Trainer(precision={trainer.precision!r})` is not supported"
+    if mini_batches and trainer.precision == "bf16-mixed" and solver.takes_differences:
+        raise MisconfigurationException(
+            f"{refused} with {type(solver).__name__} as it was made: it subtracts gradients at two "
+            "points that are closer than bfloat16 can tell. Use 32-true or 64-true, or a method "
+            "without differences, such as `SOBA` or `F2SA`."
+        )
     if trainer.precision in _EXACT or (mini_batches and trainer.precision == "bf16-mixed"):
         return
-    refused = f"`Trainer(precision={trainer.precision!r})` is not supported"
     if mini_batches:
         raise MisconfigurationException(
             f"{refused}: the parameters stay in float32 or float64, and losses of float16 would "

@@ -124,6 +124,16 @@ class BilevelOptimizer(LevelSteps, ABC):
         return self.stochastic
 
     @property
+    def takes_differences(self) -> bool:
+        """Whether it subtracts gradients at close points, which half precision does not resolve."""
+        return False
+
+    @property
+    def samples_upper_at_z(self) -> bool:
+        """Whether :meth:`directions` needs f at the inner variable z too."""
+        return False
+
+    @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the method's own relaxation, if any, in the user's y."""
         return None

@@ -26,6 +26,11 @@ class BatchIteration(BilevelOptimizer):
 
     stochastic: ClassVar[bool] = True
 
+    @property
+    def takes_differences(self) -> bool:
+        """Unless products with second derivatives are by double differentiation."""
+        return bool(self.constants.get("products") != "autograd")
+
     def advance_on_batch(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:

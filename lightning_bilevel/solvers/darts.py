@@ -100,6 +100,11 @@ class DARTS(BatchIteration):
             {"upper": upper_optimizer, "lower": lower_optimizer},
         )
 
+    @property
+    def takes_differences(self) -> bool:
+        """The first-order form has none."""
+        return bool(self.constants["xi"] > 0.0)
+
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:

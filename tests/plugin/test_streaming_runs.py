@@ -262,6 +262,19 @@ class TestStep:
         losses = [cross_entropy(m.eval().network(inputs), labels).item() for m in (low, full)]
         assert losses[0] == pytest.approx(losses[1], rel=0.03)
 
+    def test_products_on_losses_in_bfloat16(self, tmp_path: Path) -> None:
+        """Double differentiation under autocast: the run ends near that in float32."""
+        ends = []
+        for precision in ("bf16-mixed", "32-true"):
+            torch.manual_seed(1)
+            module = Streamed(dropout=0.0, solver=partial(SOBA, alpha=5.0, beta=0.3))
+            fitted(tmp_path, module, loaders(), precision=precision, limit_val_batches=0)
+            assert all(p.dtype == torch.float32 for p in module.parameters())
+            ends.append(module.logits.detach())
+        assert not torch.equal(*ends)
+        assert ends[1].abs().max() > 0.01
+        assert (ends[0] - ends[1]).norm() < 0.2 * ends[1].norm()
+
     def test_lower_parts_are_used(self, tmp_path: Path) -> None:
         class Whole(Streamed):
             def __init__(self) -> None:

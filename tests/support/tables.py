@@ -188,6 +188,20 @@ STREAMING = {
         Solver("pngbio", PNGBiO, {**LONG, "c": 2.0}, 3, kept="theta"),
         Solver("pngbio-joint", PNGBiO, {**LONG, "c": 2.0, "norms": "joint"}, 3, kept="theta"),
         Solver("f2ba", F2BA, {"eta": 0.02, "tau": 0.1, "sigma": 0.5}, 3, kept="z"),
+        Solver(
+            "f2ba-central",
+            F2BA,
+            {"eta": 0.02, "tau": 0.1, "sigma": 0.25, "difference": "central"},
+            4,
+            kept="z",
+        ),
+        Solver(
+            "f2ba-prox",
+            F2BA,
+            {"eta": 0.02, "tau": 0.1, "sigma": 0.5, "rho": 2.0, "beta": 0.3},
+            3,
+            kept="z",
+        ),
         Solver("pbgd_free", PBGDFree, {"eta": 0.05, "alpha": 0.1, "gamma": 2.0}, 3, kept="z"),
         Solver("streaming-ivsp", StreamingIVSP, {"rho": 0.5, "gamma": 0.5}, 3, kept="z"),
     )
