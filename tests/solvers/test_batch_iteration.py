@@ -302,6 +302,26 @@ def test_differences_compare_the_same_masks() -> None:
     assert len(seen) > 2
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SOBA, alpha=1e-3, beta=0.1),
+        partial(AID, alpha=1e-3, beta=0.1, T=1, N=2, linear_solver="neumann"),
+    ],
+    ids=["soba", "neumann"],
+)
+def test_curvature_that_is_not_positive_is_said_once(make: Any) -> None:
+    problem = BilevelProblem(
+        lambda x, y: ((y - 1) ** 2).sum() + (x**2).sum(),
+        lambda x, y: (x * y).sum() - (y**2).sum() / 2,
+        mini_batch=True,
+    )
+    optimizer = make(groups(X0, X0))
+    with pytest.warns(UserWarning, match="met the curvature -1 along a direction of the") as told:
+        run(optimizer, [problem] * 8)
+    assert len(told) == 1
+
+
 # --- Where they lead
 
 
