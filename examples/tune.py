@@ -12,7 +12,7 @@ were chosen before.
 Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
      python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s
      python examples/tune.py configs/omniglot_cpu examples/grids/omniglot_cited.yaml --passes 300
-     python examples/tune.py configs/omniglot_cpu examples/grids/as_they_are.yaml --passes 300 --test
+     python examples/tune.py configs/omniglot_cpu examples/grids/as_is.yaml --passes 300 --test
 """
 
 from __future__ import annotations
