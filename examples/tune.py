@@ -6,11 +6,13 @@ instead of the same time.
 A grid is a YAML file, {config: [changes, ...]}: each entry is one run of `<folder>/<config>.yaml`
 with these arguments of its solver changed; a leading dot means an argument of the model. The
 changes under `common`, such as another data set, apply to every config. Give each method the same
-number of runs. The choice does not use the test set.
+number of runs. The choice does not use the test set. `--test` shows it too, to report settings that
+were chosen before.
 
 Run: python examples/tune.py configs/mnist examples/grids/digits.yaml --budget 2s
      python examples/tune.py configs/omniglot examples/grids/omniglot_cpu.yaml --budget 30s
      python examples/tune.py configs/omniglot_cpu examples/grids/omniglot_cited.yaml --passes 300
+     python examples/tune.py configs/omniglot_cpu examples/grids/as_is.yaml --passes 300 --test
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ class PassBudget(Callback):
         trainer.should_stop = module.last_step.passes >= self.passes
 
 
-def loss_after(passes: int, file: Path, out: Path) -> float:
-    """Return the validation loss of a config after so many passes, or inf if the run failed."""
+def loss_after(passes: int, file: Path, out: Path, test: bool = False) -> float:
+    """Return the validation loss of a config after so many passes, or inf if the run failed.
+
+    With ``test`` all metrics of the validation and the test set are printed.
+    """
     config = read_config(file)
     (out / config.name).mkdir(parents=True, exist_ok=True)
     (out / config.name / "config.yaml").write_text(file.read_text())
@@ -54,6 +59,12 @@ def loss_after(passes: int, file: Path, out: Path) -> float:
         return float("inf")
     loss = float(method.trainer.callback_metrics["val_loss"])
     print(f"{config.name}: {loss:.4g} after {method.model.last_step.passes} passes", flush=True)
+    if test:
+        found = dict(method.trainer.callback_metrics)
+        method.trainer.test(method.model, datamodule=method.datamodule, verbose=False)
+        found.update(method.trainer.callback_metrics)
+        for name in sorted(name for name in found if not name.startswith("bilevel/")):
+            print(f"  {name} {float(found[name]):.4g}", flush=True)
     return loss
 
 
@@ -75,6 +86,7 @@ def main() -> None:
     parser.add_argument("grid", type=Path)
     parser.add_argument("--budget", default="2s")
     parser.add_argument("--passes", type=int, help="passes of each run, in place of the budget")
+    parser.add_argument("--test", action="store_true", help="with --passes: the test set too")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", help="configs to tune; all of the grid if not given")
     given = parser.parse_args()
@@ -100,7 +112,9 @@ def main() -> None:
             (variants / f"{name}-{number}.yaml").write_text(yaml.safe_dump(config))
     files = [variants / f"{name}.yaml" for name in changes]
     if given.passes:
-        losses = {file.stem: loss_after(given.passes, file, out / "runs") for file in files}
+        losses = {
+            file.stem: loss_after(given.passes, file, out / "runs", given.test) for file in files
+        }
     else:
         results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
         losses = {

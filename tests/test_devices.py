@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import PROBLEMS, Problem, groups, point_of
 from package import MODULES
-from tables import SOLVERS, Solver, every_streaming_solver
+from tables import BATCHED, SOLVERS, STREAMING, Solver
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -171,7 +171,7 @@ SGD = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
     [{}, {"upper_optimizer": SGD, "lower_optimizer": SGD}, {"upper_optimizer": TableRMS}],
     ids=["plain", "momentum", "table"],
 )
-@every_streaming_solver
+@pytest.mark.parametrize("solver", [*STREAMING.values(), *BATCHED.values()], ids=str)
 def test_a_streaming_step(solver: Solver, options: dict[str, Any]) -> None:
     for touched in (None, torch.tensor([0, 2])):
         run = partial(streamed, solver, {**options, "upper_clip": 1.0}, touched)

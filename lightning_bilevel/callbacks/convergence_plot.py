@@ -79,10 +79,12 @@ class ConvergencePlot(CertificateMonitor):
             self._add({"update": info.gamma}, info.iteration)
         if info.iteration % self.stride == 0:
             self._add(info.metrics(), info.iteration)
-            if len(self.series["bilevel/upper"][0]) > _POINTS:
+            # A step on a mini-batch need not know f or g, but it has its time.
+            if len(self.series["bilevel/optimization_time"][0]) > _POINTS:
                 self.stride *= 2
-                for name in info.metrics():
-                    self.series[name] = [values[1::2] for values in self.series[name]]
+                for name in self.series:
+                    if name.startswith("bilevel/"):
+                        self.series[name] = [values[1::2] for values in self.series[name]]
         if time.monotonic() - self._drawn >= 60 * self.every_n_minutes:
             self._draw(trainer, info.iteration)
 

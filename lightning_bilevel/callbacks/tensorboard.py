@@ -48,7 +48,7 @@ def _writers(trainer: Trainer) -> list[Any]:
 
 def show_layout(trainer: Trainer, solver: BilevelOptimizer) -> None:
     """Group the curves under "Custom Scalars"."""
-    mini_batches = solver.stochastic and has_changing_batches(trainer)
+    mini_batches = solver.takes_mini_batches and has_changing_batches(trainer)
     for writer in _writers(trainer):
         writer.add_custom_scalars(layout(solver, mini_batches=mini_batches))
 

@@ -186,6 +186,8 @@ def listing() -> str:
             "",
             f"Each task has one config per method: {', '.join(shared)}.",
             *more,
+            "PBGD-Free needs an f that depends on x, so no task on wrong labels has it; Lu-Mei is "
+            "for tiny convex problems.",
             f"Those on mini-batches have: {', '.join(on_mini_batches)}.",
             "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
             "  lightning-bilevel fit --config synthetic/ivsp --print_config    "

@@ -129,6 +129,8 @@ class BilevelProblem:
         self.upper_terms = _upper_terms(upper, upper_features)
         self.lower_terms = _lower_terms(lower, features, outputs)
         self.inner_terms = _inner_terms(inner, self.lower_terms)
+        # f for the inner variable z of a mini-batch step, as `inner` is g for it.
+        self.inner_upper_terms = self.upper_terms
         self.mini_batch = mini_batch
         self.touched = _checked_indices(touched)
         self.adaptation = adaptation
@@ -217,7 +219,12 @@ class BilevelProblem:
             reduce: Sums a tensor over the processes.
         """
         part = copy.copy(self)
-        weights = {"upper_terms": upper, "lower_terms": lower, "inner_terms": lower}
+        weights = {
+            "upper_terms": upper,
+            "inner_upper_terms": upper,
+            "lower_terms": lower,
+            "inner_terms": lower,
+        }
         for name, weight in weights.items():
             terms = [term.weighted(weight) for term in getattr(self, name)]
             setattr(part, name, [LowerTerm(nothing)] if terms and weight == 0.0 else terms)
@@ -274,25 +281,35 @@ class BilevelProblem:
         return self._passes.differentiate("f", terms, inputs)
 
     def sample(
-        self, x: Tensor, y: Tensor, z: Tensor, *, distance: bool = False, seconds: float = 0.0
+        self,
+        x: Tensor,
+        y: Tensor,
+        z: Tensor,
+        *,
+        upper_at_z: bool = False,
+        distance: bool = False,
+        seconds: float = 0.0,
     ) -> Sample:
         """Return f(x, y), g(x, y) and g(x, z) with all their gradients, for a mini-batch step.
 
         g sees the same random numbers at y and z, such as the masks of dropout. The evaluation
-        takes 3 passes, one transfer of numbers from the device, and over several processes one sum.
+        takes 3 passes (4 with f at z), one transfer of numbers from the device, and over several
+        processes one sum.
 
         Args:
             x: The upper-level variables.
             y: The lower-level variables.
             z: The inner variable.
+            upper_at_z: Whether to evaluate f(x, z) as well, with the random numbers of f(x, y).
             distance: Whether to measure the squared distance of y and z as well.
             seconds: A time that this process has measured; the sample has the mean over processes.
         """
         return take_sample(
             self._passes,
-            self.upper_terms,
+            list(zip(self.upper_terms, self.inner_upper_terms, strict=True)),
             list(zip(self.lower_terms, self.inner_terms, strict=True)),
             (x, y, z),
+            upper_at_z=upper_at_z,
             distance=distance,
             seconds=seconds,
         )

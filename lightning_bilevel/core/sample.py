@@ -3,13 +3,14 @@ r"""What one mini-batch tells about f and g at (x, y) and at an inner variable z
 .. math::
     f(x, y; U), \qquad g(x, y; B), \qquad g(x, z; B)
 
-The lower batch B and its random numbers are the same at y and z. So the gap g(x, y) - g(x, z) is an
-unbiased estimate of the gap on all data for a z that has not seen B, and it is exactly 0 for z = y.
+and f(x, z; U) for a method that needs it. A batch and its random numbers are the same at y and z.
+So the gap g(x, y) - g(x, z) is an unbiased estimate of the gap on all data for a z that has
+not seen B, and it is exactly 0 for z = y.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Sample(NamedTuple):
         lower_y: The gradient of g(x, .) at y.
         inner_x: The gradient of g(., z) in x.
         inner_y: The gradient of g(x, .) at z.
+        inner_upper: The gradients of f at (x, z), in x and in y; None if not asked for.
         distance: The squared distance of y and z; 0 if it was not asked for.
         seconds: The time that was handed in, as the mean over the processes.
     """
@@ -59,6 +61,7 @@ class Sample(NamedTuple):
     lower_y: Tensor
     inner_x: Tensor
     inner_y: Tensor
+    inner_upper: tuple[Tensor, Tensor] | None = None
     distance: float = 0.0
     seconds: float = 0.0
 
@@ -95,10 +98,11 @@ class _Function:
 
 def take_sample(
     passes: Passes,
-    upper: Sequence[Callable[[Tensor, Tensor], Tensor]],
+    upper: Sequence[tuple[LowerTerm, LowerTerm]],
     lower: Sequence[tuple[LowerTerm, LowerTerm]],
     point: tuple[Tensor, Tensor, Tensor],
     *,
+    upper_at_z: bool,
     distance: bool,
     seconds: float,
 ) -> Sample:
@@ -106,18 +110,24 @@ def take_sample(
 
     Args:
         passes: Sums over the processes and counts.
-        upper: f, one term per chunk.
-        lower: g, one pair of terms per chunk: for y and for z.
+        upper: f, one pair of terms per chunk: for y and for z.
+        lower: g, likewise.
         point: x, y and z.
+        upper_at_z: Whether to evaluate f at (x, z) too, by one more pass.
         distance: Whether to measure the squared distance of y and z.
         seconds: A time to be averaged over the processes.
     """
-    passes.calls += Calls(upper=1, lower=2)
+    passes.calls += Calls(upper=2 if upper_at_z else 1, lower=2)
     x, y, z = (leaf(v) for v in point)
     f, at_y, at_z = _Function("f", (x, y)), _Function("g", (x, y)), _Function("g", (x, z))
+    f_at_z = _Function("f", (x, z))
     with torch.enable_grad():
-        for term in upper:
-            f.add(term(x, y))
+        for for_y, for_z in upper:
+            numbers = RandomNumbers(x.device)
+            f.add(for_y(x, y))
+            if upper_at_z:
+                numbers.restore()
+                f_at_z.add(for_z(x, z))
         for for_y, for_z in lower:
             # y and z share the features, and so the graph behind them.
             shared = for_y.features is not None
@@ -126,7 +136,7 @@ def take_sample(
             at_y.add(for_y.loss(features, for_y.outputs_at(y)), retain=shared)
             numbers.restore()
             at_z.add(for_z.loss(features, for_z.outputs_at(z)))
-    functions = (f, at_y, at_z)
+    functions = (f, at_y, at_z, *((f_at_z,) if upper_at_z else ()))
     results = [function.results() for function in functions]
     values = [value for value, _, _ in results]
     grads = [grad for _, *pair in results for grad in pair]
@@ -142,13 +152,24 @@ def take_sample(
         mine = slice(2 * i, 2 * i + 2)
         check_finite(function.name, [everything[i]], sums[mine], grads[mine], function.inputs)
     if passes.reduce is not None:
-        total, count = everything[3:5]
+        total, count = everything[len(functions) : len(functions) + 2]
         seconds = total / count
     apart = everything[len(values) - 1] if distance else 0.0
-    f_x, f_y, g_x, g_y, inner_x, inner_y = grads
+    f_x, f_y, g_x, g_y, inner_x, inner_y = grads[:6]
     upper_value, lower_value, inner_value = everything[:3]
     return Sample(
-        upper_value, lower_value, inner_value, f_x, f_y, g_x, g_y, inner_x, inner_y, apart, seconds
+        upper_value,
+        lower_value,
+        inner_value,
+        f_x,
+        f_y,
+        g_x,
+        g_y,
+        inner_x,
+        inner_y,
+        inner_upper=(grads[6], grads[7]) if upper_at_z else None,
+        distance=apart,
+        seconds=seconds,
     )
 
 

@@ -86,7 +86,7 @@ class Batches:
 
         Args:
             call: The name of the module, for messages.
-            solver: Its solver. Unless it is stochastic, each batch must have the values of the
+            solver: Its solver. Unless it takes mini-batches, each batch must have the values of the
                 first.
             batch: The batch.
             make: Makes the problem, if the batch is not the current one.
@@ -95,7 +95,7 @@ class Batches:
         if before is not None:
             check_not_ended(call, batch, before.batch)
         now = self.problem_on(batch, make)
-        if before is not None and now is not before and not solver.stochastic:
+        if before is not None and now is not before and not solver.takes_mini_batches:
             _refuse_change(call, solver)
         return now
 
@@ -119,9 +119,9 @@ def _refuse_change(call: str, solver: BilevelOptimizer) -> None:
     name = type(solver).__name__
     raise MisconfigurationException(
         f"`{call}` was given a batch with other values than the one before, as mini-batches, "
-        f"shuffling and augmentation make them: {name} compares values of f and g, which must be "
-        f"of the same data. Use `{solver.for_mini_batches}`, which may see another batch in each "
-        f"step; or give {name} all data in each step, by a FullBatchDataModule."
+        f"shuffling and augmentation make them: {name} {solver.needs_all_data}. "
+        f"Use `{solver.for_mini_batches}`, which may see another batch in each step; or give "
+        f"{name} all data in each step, by a FullBatchDataModule."
     )
 
 

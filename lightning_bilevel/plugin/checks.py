@@ -34,15 +34,21 @@ def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: boo
         solver: The solver.
         mini_batches: Whether it runs on mini-batches.
     """
+    refused = f"`Trainer(precision={trainer.precision!r})` is not supported"
+    if mini_batches and trainer.precision == "bf16-mixed" and solver.takes_differences:
+        raise MisconfigurationException(
+            f"{refused} with {type(solver).__name__} as it was made: it subtracts gradients at two "
+            "points that are closer than bfloat16 can tell. Use 32-true or 64-true, or a method "
+            "without differences, such as `SOBA` or `F2SA`."
+        )
     if trainer.precision in _EXACT or (mini_batches and trainer.precision == "bf16-mixed"):
         return
-    refused = f"`Trainer(precision={trainer.precision!r})` is not supported"
     if mini_batches:
         raise MisconfigurationException(
             f"{refused}: the parameters stay in float32 or float64, and losses of float16 would "
             "need their gradients rescaled. Use bf16-mixed, 32-true or 64-true."
         )
-    way = "" if solver.stochastic else f" and solver {solver.for_mini_batches}"
+    way = "" if solver.takes_mini_batches else f" and solver {solver.for_mini_batches}"
     raise MisconfigurationException(
         f"{refused}: the Moreau gap is a small difference of large numbers, which half precision "
         f"does not resolve. Use 32-true or 64-true; or bf16-mixed with mini-batches{way}."
@@ -101,7 +107,7 @@ def check_trainer(call: str, trainer: Any) -> None:
 
 def way_to_mini_batches(solver: BilevelOptimizer) -> str:
     """Say how a module with losses that change, as dropout makes them, can be trained."""
-    if solver.stochastic:
+    if solver.takes_mini_batches:
         return (
             f"{type(solver).__name__} may keep them on mini-batches: give `Trainer.fit` loaders "
             "that yield mini-batches."

@@ -173,7 +173,7 @@ class BilevelMixin(CertifiedPoints):
         """Make the solver, and its scheduler if one is declared."""
         declared = self._declared()
         module = self._module()
-        may_stream = self._run.solver.stochastic
+        may_stream = self._run.solver.takes_mini_batches
         check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
         check_trainer(type(self).__name__, module.trainer)
         declared.resolve()
@@ -241,7 +241,7 @@ class BilevelMixin(CertifiedPoints):
         run = self._run
         if not run.examined:
             run.examined = True
-            if run.solver.stochastic and has_changing_batches(trainer):
+            if run.solver.takes_mini_batches and has_changing_batches(trainer):
                 run.stream = Stream(self._module(), self._declared(), trainer, run.resumed)
             else:
                 check_precision(trainer, run.solver, mini_batches=False)

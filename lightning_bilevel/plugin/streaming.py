@@ -150,7 +150,9 @@ class Stream:
             self.sample.append(move_data_to_device(batch, "cpu"))
         sets = self._declared.upper.feasible, self._declared.lower.feasible
         problem = problem_of(self._at_y, batch, *sets)
-        problem.inner_terms = problem_of(self._at_z, batch, *sets).lower_terms
+        at_z = problem_of(self._at_z, batch, *sets)
+        problem.inner_upper_terms = at_z.upper_terms
+        problem.inner_terms = at_z.lower_terms
         problem.mini_batch = True
         problem.adaptation = self._declared.adaptation
         problem.touched = self._touched(batch["lower"])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.faces import face_at
+from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import (
     Ways,
     adjoint_matrix,
@@ -30,7 +31,7 @@ __all__ = ["AID"]
 LinearSolver = Literal["cg", "neumann", "fixed_point"]
 
 
-class AID(BilevelOptimizer):
+class AID(BatchIteration):
     r"""Approximate implicit differentiation: gradient steps on :math:`F(x) = f(x, y^*(x))`.
 
     Where g(x, .) has one minimiser :math:`y^*(x)` and curvature around it, the gradient of F is
@@ -62,6 +63,14 @@ class AID(BilevelOptimizer):
     start at the last v. Conjugate gradients take fewer steps if they reach the tolerance. Upper of
     the record is f at :math:`(x^k, y^{k+1})`, lower is g at :math:`x^k` and the y before its last
     step.
+
+    On mini-batches (a problem with ``mini_batch=True``) an iteration takes T + N + 1 of them, each
+    for one thing, as in stocBiO: T batches for a step of y each, N batches for a product of the
+    linear solver each, the first of which also has the gradients of f, and one for the mixed
+    product and the step of x. As the batches are independent, v is on average the sum above with
+    all data, which products on a single batch would not give. A step costs 1, 2 or 3 passes; its
+    record is a :class:`~lightning_bilevel.solvers.record.StreamInfo`, with the values that the
+    batch has. Conjugate gradients do not run on mini-batches: they need products with one matrix.
 
     Args:
         params: The two parameter groups, see
@@ -103,6 +112,9 @@ class AID(BilevelOptimizer):
         complementarity. The tolerances of Pedregosa's method, which fall over the iterations, and
         its step of x are not part of this class.
     """
+
+    needs_all_data = "with conjugate gradients needs products with one matrix"
+    for_mini_batches = 'AID(linear_solver="neumann")'
 
     def __init__(
         self,
@@ -158,6 +170,11 @@ class AID(BilevelOptimizer):
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
+    @property
+    def takes_mini_batches(self) -> bool:
+        """Conjugate gradients need products with one matrix."""
+        return bool(self.constants["linear_solver"] != "cg")
+
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, AdjointInfo]:
@@ -175,25 +192,17 @@ class AID(BilevelOptimizer):
         matrix = adjoint_matrix(here, y_new, face, beta, c["damping"], c["products"])
         right = face.tangent(f.grad_y)
         accuracy = resolution(c["products"], y.dtype)
-        start = face.tangent(remembered(self, "v", y)) if "v" in self.memory else None
         solved: Solved
         if c["linear_solver"] == "cg":
+            start = self._last_v(face, y)
             solved = conjugate_gradients(matrix, right, start, c["N"], c["tolerance"], accuracy)
-            consequence = "Conjugate gradients stop there, with the v so far."
         else:
-            eta = c["eta"] or beta
-            if c["linear_solver"] == "neumann":
-                start = eta * right
-            elif start is None:
-                start = 0.0 * right
-            solved = fixed_point(matrix, right, start, c["N"], eta, accuracy)
-            consequence = "The steps of v may diverge."
-        self.memory["indefinite"] = warn_once(
-            "AID", self.memory["indefinite"], solved.curvature, c["damping"], consequence
-        )
+            start = self._first_v(face, right, beta)
+            solved = fixed_point(matrix, right, start, c["N"], c["eta"] or beta, accuracy)
+        self._warn(solved)
         d_x = f.grad_x - mixed(here, y_new, solved.v, c["products"])
         x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
-        if c["warm_start"] and c["linear_solver"] != "neumann":
+        if self._keeps_v:
             self.memory["v"] = solved.v
         info = AdjointInfo(
             upper=f.value,
@@ -203,3 +212,80 @@ class AID(BilevelOptimizer):
             indefinite=solved.curvature is not None,
         )
         return x_new, y_new, info
+
+    def advance_on_batch(
+        self, problem: BilevelProblem, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, AdjointInfo]:
+        c = self.constants
+        memory = self.memory
+        # How many iterations there were, and how many batches of this one.
+        k = memory.setdefault("rounds", 0)
+        batch = memory.setdefault("stage", 0)
+        alpha = value_at(c["alpha"], k)
+        beta = value_at(c["beta"], k)
+        here = problem.at(x)
+        upper = lower = math.nan
+        indefinite = False
+        # The products so far; negative while y steps.
+        done = batch - c["T"]
+        memory["stage"] = batch + 1
+        if done < 0:
+            lower, slope = here.value_and_gradient(y)
+            memory["before"] = y - beta * slope
+            y = self.rule("lower")(y, slope, beta, problem.lower_set)
+        else:
+            face = face_at(problem.lower_set, memory["before"])
+            if done == 0:
+                f = problem.upper(x, y)
+                upper = f.value
+                right = face.tangent(f.grad_y)
+                memory.update(f_x=f.grad_x, right=right, v=self._first_v(face, right, beta))
+            v = memory["v"]
+            if done < c["N"]:
+                matrix = adjoint_matrix(here, y, face, beta, c["damping"], c["products"])
+                accuracy = resolution(c["products"], y.dtype)
+                solved = fixed_point(matrix, memory["right"], v, 1, c["eta"] or beta, accuracy)
+                self._warn(solved)
+                indefinite = solved.curvature is not None
+                memory["v"] = solved.v
+            else:
+                d_x = memory["f_x"] - mixed(here, y, v, c["products"])
+                step_x = self.rule("upper", touched=problem.touched)
+                x = step_x(x, d_x, alpha, problem.upper_set)
+                for name in ("before", "f_x", "right", *(() if self._keeps_v else ("v",))):
+                    del memory[name]
+                memory.update(rounds=k + 1, stage=0)
+        info = AdjointInfo(
+            upper=upper,
+            lower=lower,
+            inner_iterations=int(done < 0),
+            lr=alpha,
+            indefinite=indefinite,
+        )
+        return x, y, info
+
+    @property
+    def _keeps_v(self) -> bool:
+        """Whether the next iteration starts at v."""
+        return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
+
+    def _last_v(self, face: Face, y: Tensor) -> Tensor | None:
+        return face.tangent(remembered(self, "v", y)) if "v" in self.memory else None
+
+    def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
+        """Return where the steps of v start: the series has its first term."""
+        if self.constants["linear_solver"] == "neumann":
+            return (self.constants["eta"] or beta) * right
+        v = self._last_v(face, right)
+        return 0.0 * right if v is None else v
+
+    def _warn(self, solved: Solved) -> None:
+        c = self.constants
+        consequence = (
+            "Conjugate gradients stop there, with the v so far."
+            if c["linear_solver"] == "cg"
+            else "The steps of v may diverge."
+        )
+        self.memory["indefinite"] = warn_once(
+            "AID", self.memory["indefinite"], solved.curvature, c["damping"], consequence
+        )

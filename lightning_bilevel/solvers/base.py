@@ -26,7 +26,7 @@ from lightning_bilevel.solvers.level_vectors import check_levels, check_takes
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.steps import STEP_CONSTANTS
-from lightning_bilevel.solvers.streaming import Directions, Variable, stream
+from lightning_bilevel.solvers.streaming import Directions, Streamed, Variable, stream
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
@@ -57,8 +57,10 @@ class BilevelOptimizer(LevelSteps, ABC):
     # Whether it takes constraints beside the lower level, and problems without a lower level.
     constrained: ClassVar[bool] = False
     # Whether it may run on mini-batches: it compares no values of different batches. It then
-    # implements `directions`.
+    # implements `directions`, or is a `BatchIteration`.
     stochastic: ClassVar[bool] = False
+    # Why a method that is not stochastic needs all data, for a message.
+    needs_all_data: ClassVar[str] = "compares values of f and g, which must be of the same data"
     # What a message recommends for mini-batches in place of a method that is not stochastic.
     for_mini_batches: ClassVar[str] = "StreamingIVSP"
     # Whether `directions` needs the distance of y and z.
@@ -117,6 +119,21 @@ class BilevelOptimizer(LevelSteps, ABC):
         }
 
     @property
+    def takes_mini_batches(self) -> bool:
+        """Whether the method may run on mini-batches with the constants that it has."""
+        return self.stochastic
+
+    @property
+    def takes_differences(self) -> bool:
+        """Whether it subtracts gradients at close points, which half precision does not resolve."""
+        return False
+
+    @property
+    def samples_upper_at_z(self) -> bool:
+        """Whether :meth:`directions` needs f at the inner variable z too."""
+        return False
+
+    @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the method's own relaxation, if any, in the user's y."""
         return None
@@ -156,6 +173,17 @@ class BilevelOptimizer(LevelSteps, ABC):
             z: The inner variable, which starts at y.
         """
         raise NotImplementedError(f"`{type(self).__name__}` has no step on a mini-batch.")
+
+    def on_batch(self, problem: BilevelProblem, x: Tensor, y: Tensor, seconds: float) -> Streamed:
+        """Do one step on a mini-batch.
+
+        Args:
+            problem: f and g on the mini-batch.
+            x: A copy of the upper-level variables, which may be changed in place.
+            y: That of the lower-level variables, likewise.
+            seconds: A time that this process has measured.
+        """
+        return stream(self, problem, x, y, seconds)
 
     def weights(self) -> Weights:
         """Say what the method goes down on a mini-batch whose lower level belongs to it."""
@@ -319,7 +347,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         try:
             x, y = self._copies(problem)
             if problem.adaptation is None:
-                streamed = stream(self, problem, x, y, self._seconds)
+                streamed = self.on_batch(problem, x, y, self._seconds)
             else:
                 self._check_episodic()
                 streamed = stream_episode(self, problem, problem.adaptation, x, y, self._seconds)
@@ -354,11 +382,11 @@ class BilevelOptimizer(LevelSteps, ABC):
 
     def _check_streaming(self) -> None:
         name = type(self).__name__
-        if not self.stochastic:
+        if not self.takes_mini_batches:
             raise BilevelError(
-                f"`{name}.step()` was given a mini-batch: {name} compares or divides values that "
-                "must be of the same data. Give it all data in each step, or use "
-                f"`{self.for_mini_batches}`, which may see another batch in each step."
+                f"`{name}.step()` was given a mini-batch: {name} {self.needs_all_data}. Give it "
+                f"all data in each step, or use `{self.for_mini_batches}`, which may see another "
+                "batch in each step."
             )
         if self._units != [1.0, 1.0]:
             raise ValueError(

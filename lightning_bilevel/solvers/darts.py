@@ -13,7 +13,7 @@ from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import step_constants
@@ -25,7 +25,7 @@ __all__ = ["DARTS"]
 _LENGTH = 0.01
 
 
-class DARTS(BilevelOptimizer):
+class DARTS(BatchIteration):
     r"""Differentiable architecture search: f is differentiated through one step on g.
 
     .. math::
@@ -44,6 +44,11 @@ class DARTS(BilevelOptimizer):
     stop where :math:`f(x, y^*(x))` is not stationary; the first-order form ignores that y follows
     x. It is a cheap reference. Cost of an iteration: 5 passes, and 2 for the first-order form.
     Upper of the record is f at :math:`(x^k, y')`, lower is g at :math:`(x^{k+1}, y^k)`.
+
+    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them, as
+    in the published code: f on the upper batch, and g on the lower batch at all its points, with
+    the same random numbers. The record is a
+    :class:`~lightning_bilevel.solvers.record.StreamInfo`.
 
     Args:
         params: The two parameter groups, see
@@ -95,6 +100,11 @@ class DARTS(BilevelOptimizer):
             {"upper": upper_optimizer, "lower": lower_optimizer},
         )
 
+    @property
+    def takes_differences(self) -> bool:
+        """The first-order form has none."""
+        return bool(self.constants["xi"] > 0.0)
+
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
@@ -117,7 +127,7 @@ class DARTS(BilevelOptimizer):
             f = problem.upper(x, problem.lower_set.project(ahead))
             p = face_at(problem.lower_set, ahead).differential(f.grad_y)
             d_x = f.grad_x - c["xi"] * _mixed(here, y, p)
-        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
+        x_new = self.rule("upper", touched=problem.touched)(x, d_x, alpha, problem.upper_set)
         # y moves at the new x.
         lower, slope = problem.at(x_new).value_and_gradient(y)
         y_new = self.rule("lower")(y, slope, beta, problem.lower_set)

@@ -29,6 +29,8 @@ Difference = Literal["forward", "central"]
 # Two followers of a strongly convex g are a distance of about sigma apart. At this many times the
 # size of y, one of them is on its way to infinity.
 _FAR = 1e3
+# How often a run on mini-batches looks for that.
+_LOOK_EVERY = 20
 
 
 class F2BA(BilevelOptimizer):
@@ -73,10 +75,12 @@ class F2BA(BilevelOptimizer):
     :math:`1/(2\sigma)`.
 
     On mini-batches (a problem with ``mini_batch=True``) x, y and z move once per batch, all from
-    the old point, by 3 passes; K is not used, and the record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`. This is the forward difference without a
-    proximal term only: the central one needs f at z too. The stochastic theorem wants large
-    batches, because the noise of the difference is divided by sigma.
+    the old point, by 3 passes, or 4 for the central difference; K is not used, and the record is a
+    :class:`~lightning_bilevel.solvers.record.StreamInfo`. y and z see the same batches and the same
+    random numbers. A centre of the proximal term moves after each batch; with beta = 1 it is where
+    its follower is, and the term is 0. The stochastic theorems want large batches and many steps of
+    the followers for one of x (``x_every``), because the noise of the difference is divided by
+    sigma.
 
     Args:
         params: The two parameter groups, see
@@ -182,19 +186,31 @@ class F2BA(BilevelOptimizer):
             {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
         )
 
+    @property
+    def samples_upper_at_z(self) -> bool:
+        """The central difference needs f at both followers."""
+        return bool(self.constants["difference"] == "central")
+
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants
-        if c["difference"] == "central" or c["rho"] is not None:
-            raise BilevelError(
-                f"`F2BA(difference={c['difference']!r}, rho={c['rho']})` has no step on a "
-                'mini-batch: take difference="forward" and rho=None there, or give it the full '
-                "batch."
-            )
         weight = 1 / c["sigma"]
+        upper, inner = sample.upper_x, sample.inner_y
+        if sample.inner_upper is not None:
+            weight /= 2
+            f_x, f_z = sample.inner_upper
+            upper = (upper + f_x) / 2
+            inner = torch.sub(inner, f_z, alpha=c["sigma"])
+            # Looking costs a transfer from the device.
+            if (self.memory["iteration"] + 1) % _LOOK_EVERY == 0:
+                _refuse_far(z, y, c["sigma"])
+        lower = torch.add(sample.lower_y, sample.upper_y, alpha=c["sigma"])
+        if c["rho"] is not None and c["beta"] < 1:
+            inner = slope_of_psi(inner, z, self._followed("z", z), c["rho"])
+            lower = slope_of_psi(lower, y, self._followed("y", y), c["rho"])
         return Directions(
-            upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=weight),
-            lower=torch.add(sample.lower_y, sample.upper_y, alpha=c["sigma"]),
-            inner=sample.inner_y,
+            upper=torch.add(upper, sample.lower_x - sample.inner_x, alpha=weight),
+            lower=lower,
+            inner=inner,
             multiplier=weight,
             rates=(c["eta"], c["tau"], c["tau"]),
         )
@@ -243,6 +259,13 @@ class F2BA(BilevelOptimizer):
         if self.constants["beta"] == 1:
             return follower
         return remembered(self, f"{name}_center", follower)
+
+    def _followed(self, name: str, follower: Tensor) -> Tensor:
+        """Return a centre on mini-batches, after it has gone after its follower's last step."""
+        center = remembered(self, f"{name}_center", follower)
+        center = torch.lerp(center, follower, self.constants["beta"])
+        self.memory[f"{name}_center"] = center
+        return center
 
     def _step(
         self,

@@ -14,7 +14,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.steps import step_constants
@@ -23,7 +23,7 @@ from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 __all__ = ["HJFBiO"]
 
 
-class HJFBiO(BilevelOptimizer):
+class HJFBiO(BatchIteration):
     r"""Hessian/Jacobian-free bilevel optimisation.
 
     It descends on the hyper-objective :math:`f(x, y^*(x))` by its gradient
@@ -46,9 +46,11 @@ class HJFBiO(BilevelOptimizer):
     an iteration: 4 passes, gradients only. Upper and lower of the record are f and g at
     :math:`(x^k, y^k)`.
 
-    It does not run on mini-batches: the two points of the difference need the same batch, and one
-    batch has f and g at y and at one more point.
-    :class:`~lightning_bilevel.solvers.f2sa.F2SA` does.
+    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them.
+    Both points of the difference see the same batch of g and the same random numbers: with two
+    batches, the noise would be divided by :math:`\delta`. The record is a
+    :class:`~lightning_bilevel.solvers.record.StreamInfo`. The paper's theorem is about full
+    batches.
 
     Args:
         params: The two parameter groups, see
@@ -86,7 +88,7 @@ class HJFBiO(BilevelOptimizer):
         hypergradient is not exact.
     """
 
-    for_mini_batches = "F2SA"
+    inner_name = "v"
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class HJFBiO(BilevelOptimizer):
         J = probes.grad_x / (2 * delta)
         H = (probes.grad_y - probes.grad_z) / (2 * delta)
         y_new = self.rule("lower")(y, g_y, c["lam"], problem.lower_set)
-        x_new = self.rule("upper")(x, f.grad_x - J, c["gamma"], problem.upper_set)
+        step_x = self.rule("upper", touched=problem.touched)
+        x_new = step_x(x, f.grad_x - J, c["gamma"], problem.upper_set)
         v_new = self.rule("inner")(v, H - f.grad_y, c["tau"], Ball(c["r"]))
         held = _held(problem.lower_set, y, g_y)
         if held is not None:

@@ -45,7 +45,8 @@ class ITD(BilevelOptimizer):
     minimiser alone. Guarantee: stationarity of :math:`f(x, y^*(x))` up to epsilon and the error of
     T and K, in :math:`O(\epsilon^{-2})` iterations. Cost of an iteration: T + 1 + 2K passes. Upper
     of the record is f at :math:`(x^k, y^{k+1})`, lower is g at :math:`x^k` and the y before its
-    last step.
+    last step. It does not run on mini-batches: T steps on one batch would solve the lower level of
+    that batch. :class:`~lightning_bilevel.solvers.soba.SOBA` does.
 
     Args:
         params: The two parameter groups, see
@@ -74,6 +75,9 @@ class ITD(BilevelOptimizer):
         from memory of the papers. The projections and their derivative are the natural insertion
         for constrained levels.
     """
+
+    needs_all_data = "differentiates several steps, which must be on the same data"
+    for_mini_batches = "SOBA"
 
     def __init__(
         self,

@@ -36,26 +36,31 @@ class LevelSteps(LevelVectors):
         """The levels with a torch optimiser: their ``lr`` is what a scheduler changes."""
         return tuple(group["level"] for group in self.param_groups if group["level"] in self._rules)
 
-    def rule(self, variable: Variable, paper: StepRule = plain) -> StepRule:
+    def rule(
+        self, variable: Variable, paper: StepRule = plain, touched: Tensor | None = None
+    ) -> StepRule:
         """Return how a variable steps in :meth:`advance`.
 
         Args:
             variable: The upper, lower or inner variable.
             paper: The paper's step, which is taken if the variable has no torch optimiser.
+            touched: The coordinates that a mini-batch touches; None for all.
         """
         rule = self._rules.get(variable)
         bound = self._bound(variable)
-        if rule is None and bound is None:
+        if rule is None and bound is None and touched is None:
             return paper
 
         def move(v: Tensor, direction: Tensor, rate: float, feasible: ConvexSet) -> Tensor:
             direction = clipped(direction, bound)
+            if rule is None and touched is not None:
+                return touching(v, direction, rate, feasible, touched)
             if rule is None:
                 return paper(v, direction, rate, feasible)
             # Copies, because the iteration may still fail and be taken back.
             key = f"{variable}_optimizer"
             state = self.memory.get(key, {})
-            v, self.memory[key] = rule.step(v, direction, self._rate(variable), state)
+            v, self.memory[key] = rule.step(v, direction, self._rate(variable), state, touched)
             return feasible.project(v)
 
         return move

@@ -136,14 +136,14 @@ class StreamInfo(StepInfo):
     The length of the step is not measured: it would be another transfer from the device.
 
     Attributes:
-        gap: g(x, y) - g(x, z) on the batch.
-        multiplier: The weight of the gap in this step.
+        gap: g(x, y) - g(x, z) on the batch; nan for a method without an inner variable z.
+        multiplier: The weight of the gap in this step, likewise.
         skipped: How many steps so far were taken back because f or g was not finite.
         taken: Whether this step was taken. If not, its values are nan.
     """
 
-    gap: float
-    multiplier: float
+    gap: float = math.nan
+    multiplier: float = math.nan
     skipped: int = 0
     taken: bool = True
 
@@ -158,7 +158,7 @@ class StreamInfo(StepInfo):
     )
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by tag; those that a skipped step does not know are left out."""
+        """Return the numbers by tag; those that the step does not know are left out."""
         return _known(super().metrics())
 
     def shown(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from lightning_bilevel.core.differences import difference_products
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import Ways, resolution
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
@@ -24,8 +24,8 @@ from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 __all__ = ["SOBA"]
 
 
-class SOBA(BilevelOptimizer):
-    r"""Single-loop bilevel algorithm (the paper's stochastic method, run on full batches).
+class SOBA(BatchIteration):
+    r"""Single-loop bilevel algorithm on full batches and on mini-batches.
 
     It takes one step each on the lower level, on the linear system of the hypergradient
     :math:`\nabla_x f - \nabla^2_{xy} g\, v`, :math:`\nabla^2_{yy} g\, v = \nabla_y f`, and along
@@ -45,11 +45,18 @@ class SOBA(BilevelOptimizer):
     is not positive along v. Cost of an iteration: 3 passes, and 4 with differences. Upper and lower
     of the record are f and g at :math:`(x^k, y^k)`.
 
+    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them, as
+    in the paper: one batch of f, and one batch of g for its gradient and both products. As x, y and
+    v do not know the batch yet, all three directions are right on average. With steps of the order
+    of :math:`k^{-1/2}`, ``Power(..., -0.5)``, :math:`f(x, y^*(x))` becomes stationary. The record
+    is a :class:`~lightning_bilevel.solvers.record.StreamInfo`.
+
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
         alpha: :math:`\alpha_k`, the step of x.
         beta: :math:`\beta_k`, the step of y and v; below 2/L for a curvature of g(x, .) up to L.
+            It stays that of v if y has a torch optimiser.
         damping: d. It makes a system solvable that is not, or is hardly; the hypergradient is then
             another one.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
@@ -72,6 +79,8 @@ class SOBA(BilevelOptimizer):
         :math:`-(\nabla^2_{yy} g)^{-1} \nabla_y f` there. The rate is quoted from memory of the
         paper. The projections and the damping are not part of it.
     """
+
+    inner_name = "v"
 
     def __init__(
         self,
@@ -133,7 +142,8 @@ class SOBA(BilevelOptimizer):
             c["damping"],
             "The steps of v may diverge.",
         )
-        x_new = self.rule("upper")(x, f.grad_x - xy, alpha, problem.upper_set)
+        step_x = self.rule("upper", touched=problem.touched)
+        x_new = step_x(x, f.grad_x - xy, alpha, problem.upper_set)
         y_new = self.rule("lower")(y, slope, beta, problem.lower_set)
         self.memory["v"] = face.tangent(v - beta * (Av - f.grad_y))
         info = AdjointInfo(

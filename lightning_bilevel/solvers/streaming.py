@@ -74,6 +74,10 @@ class Streaming(Protocol):
     def constants(self) -> dict[str, Any]:
         """The hyper-parameters."""
 
+    @property
+    def samples_upper_at_z(self) -> bool:
+        """Whether `directions` needs f at z."""
+
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         """Say where the variables go."""
 
@@ -111,7 +115,14 @@ def stream(
     z = memory.get(solver.inner_name)
     z = y.clone() if z is None else z
     try:
-        sample = problem.sample(x, y, z, distance=solver.measures_distance, seconds=seconds)
+        sample = problem.sample(
+            x,
+            y,
+            z,
+            upper_at_z=solver.samples_upper_at_z,
+            distance=solver.measures_distance,
+            seconds=seconds,
+        )
     except NonFiniteError as error:
         # The times of the processes are lost with the batch.
         return Streamed(x, y, skip_batch(solver, error), None, 0.0)
@@ -156,8 +167,6 @@ def skip_batch(solver: Streaming, error: NonFiniteError) -> StreamInfo:
     return StreamInfo(
         upper=math.nan,
         lower=math.nan,
-        gap=math.nan,
-        multiplier=math.nan,
         inner_iterations=0,
         skipped=memory["skipped"],
         taken=False,

@@ -117,12 +117,17 @@ class TorchRule:
         return dict(self._made([parameter]).state[parameter])
 
     def step(
-        self, v: Tensor, direction: Tensor, lr: float, state: dict[str, Any]
+        self,
+        v: Tensor,
+        direction: Tensor,
+        lr: float,
+        state: dict[str, Any],
+        touched: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the new v and the new state; the old ones are unchanged."""
         new = v.clone()
         new_state = copy.deepcopy(state)
-        self.step_(new, direction, lr, new_state)
+        self.step_(new, direction, lr, new_state, touched)
         return new, new_state
 
     def loaded(self, state: dict[str, Any], device: torch.device) -> dict[str, Any]:

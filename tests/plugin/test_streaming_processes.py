@@ -35,7 +35,7 @@ def test_both_processes_end_at_the_same_point(ends: Any, case: str) -> None:
     assert first["kkt"] == second["kkt"]
 
 
-@pytest.mark.parametrize("case", ["plain", "touching"])
+@pytest.mark.parametrize("case", ["plain", "touching", "soba"])
 def test_two_processes_are_one_on_the_joined_batches(ends: Any, tmp_path: Path, case: str) -> None:
     together = ends[case][0]
     data = {"upper": samples(20, 1), "lower": samples(30, 2)}

@@ -20,14 +20,19 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bilevel import (
+    AID,
     BOME,
+    DARTS,
     F2SA,
+    ITD,
     SLM,
+    SOBA,
     BilevelError,
     CertificateReport,
     ConvergencePlot,
     Envelope,
     FullBatchDataModule,
+    HJFBiO,
     KKTMonitor,
     LastCheckpoint,
     MoreauGapMonitor,
@@ -48,16 +53,26 @@ def refused(tmp_path: Path, words: str, module: Any, data: Any = None, **options
         fitted(tmp_path, module, loaders() if data is None else data, **options)
 
 
+LEVELS = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("upper", "lower")}
+
+
 def full() -> FullBatchDataModule:
     return FullBatchDataModule(samples(20, 1), samples(30, 2), samples(20, 3))
 
 
 class TestDeterministicSolvers:
     @pytest.mark.parametrize(
-        ("solver", "name"), [(MILD, "StreamingIVSP"), (SLM, "F2SA"), (BOME, "F2SA")]
+        ("solver", "words"),
+        [
+            (MILD, "compares values of f and g.*Use `StreamingIVSP`"),
+            (SLM, "compares values of f and g.*Use `F2SA`"),
+            (BOME, "compares values of f and g.*Use `F2SA`"),
+            (ITD, "differentiates several steps.*Use `SOBA`"),
+            (AID, "needs products with one matrix. Use `AID.linear_solver=.neumann.*"),
+        ],
     )
-    def test_changing_batches(self, tmp_path: Path, solver: Any, name: str) -> None:
-        refused(tmp_path, f"compares values of f and g.*Use `{name}`", Weighting(solver=solver))
+    def test_changing_batches(self, tmp_path: Path, solver: Any, words: str) -> None:
+        refused(tmp_path, words, Weighting(solver=solver))
 
     @pytest.mark.parametrize(("solver", "name"), [(MILD, "StreamingIVSP"), (BOME, "F2SA")])
     def test_dropout(self, tmp_path: Path, solver: Any, name: str) -> None:
@@ -68,6 +83,16 @@ class TestDeterministicSolvers:
     def test_dropout_on_full_batches_of_a_stochastic_solver(self, tmp_path: Path) -> None:
         with pytest.raises(BilevelError, match="F2SA may keep them on mini-batches"):
             trainer(tmp_path, max_steps=2).fit(Streamed(), datamodule=full())
+
+    @pytest.mark.parametrize("solver", [HJFBiO, DARTS, partial(SOBA, products="difference")])
+    def test_half_precision_of_differences(self, tmp_path: Path, solver: Any) -> None:
+        words = "it subtracts gradients at two points that are closer than bfloat16 can tell"
+        refused(tmp_path, words, Streamed(solver=solver), precision="bf16-mixed")
+
+    @pytest.mark.parametrize("solver", [SOBA, partial(DARTS, xi=0.0), partial(AID, N=1)])
+    def test_without_differences_it_is_no_matter(self, solver: Any) -> None:
+        made = solver([{"params": [v], "level": n} for n, v in LEVELS.items()])
+        assert not made.takes_differences
 
     def test_half_precision(self, tmp_path: Path) -> None:
         words = "Use 32-true or 64-true; or bf16-mixed with mini-batches and solver StreamingIVSP"

@@ -17,7 +17,7 @@ from streaming import ADAMW, SGD, STREAMED, Resumable, Streamed, loader, loaders
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from lightning_bilevel import MEHA, VPBGD, PNGBiO, StreamingIVSP
+from lightning_bilevel import AID, DARTS, MEHA, SOBA, VPBGD, HJFBiO, PNGBiO, StreamingIVSP
 
 PER_STEP = {"scheduler": partial(CosineAnnealingLR, T_max=12), "interval": "step"}
 PER_EPOCH = {"scheduler": partial(CosineAnnealingLR, T_max=3)}
@@ -27,6 +27,13 @@ SOLVERS: dict[str, Any] = {
     "meha": partial(MEHA, upper_optimizer=ADAMW, lower_optimizer=SGD),
     "vpbgd": partial(VPBGD, lower_optimizer=ADAMW),
     "pngbio": partial(PNGBiO, upper_optimizer=SGD, lower_optimizer=SGD),
+    "soba": partial(SOBA, upper_optimizer=SGD, lower_optimizer=ADAMW),
+    # An iteration takes four batches: the run is stopped in the middle of the second.
+    "neumann": partial(
+        AID, T=1, N=2, linear_solver="neumann", upper_optimizer=ADAMW, lower_optimizer=SGD
+    ),
+    "hjfbio": partial(HJFBiO, upper_optimizer=ADAMW, lower_optimizer=ADAMW),
+    "darts": partial(DARTS, upper_optimizer=ADAMW, lower_optimizer=SGD),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
+    AID,
+    DARTS,
     F2SA,
+    SOBA,
     CertificateReport,
+    ConvergencePlot,
     Envelope,
+    HJFBiO,
     StreamInfo,
     StreamingIVSP,
     TableRMS,
@@ -198,6 +204,44 @@ class TestStep:
         fitted(tmp_path, module, loaders(), max_epochs=2, num_sanity_val_steps=0)
         assert module.seen == [1.0] * 8 + [2.0] * 8
 
+    @pytest.mark.parametrize(
+        "solver",
+        [SOBA, partial(SOBA, products="difference"), HJFBiO, DARTS],
+        ids=["soba", "soba-difference", "hjfbio", "darts"],
+    )
+    def test_further_points_leave_the_running_statistics_alone(
+        self, tmp_path: Path, solver: Any
+    ) -> None:
+        """A method may evaluate g at several points: one batch of each level counts once."""
+        module = Streamed(dropout=0.5, solver=partial(solver, lower_optimizer=ADAMW))
+        fitted(tmp_path, module, loaders(), max_epochs=-1, max_steps=3, limit_val_batches=0)
+        assert module.network[1].num_batches_tracked == 2 * 3
+        assert module.last_step.upper > 0
+        # The gap is that of an inner variable, which these methods do not have.
+        assert "bilevel/gap" not in module.last_step.metrics()
+        assert (module.logits != 0).any()
+
+    def test_a_step_that_does_not_know_f_is_logged_without_it(self, tmp_path: Path) -> None:
+        """AID takes several batches for an iteration; plots and logs take what there is."""
+        solver = partial(AID, T=2, N=1, linear_solver="neumann")
+        module = Streamed(solver=solver, envelope=Envelope(0.1, 1.0, 1e-3))
+        plot, steps = ConvergencePlot(), Recorder()
+        logger = CSVLogger(tmp_path)
+        fitted(
+            tmp_path,
+            module,
+            loaders(),
+            callbacks=[plot, steps, CertificateReport()],
+            logger=logger,
+            log_every_n_steps=1,
+            max_epochs=2,
+        )
+        known = [(not isnan(s["upper"]), not isnan(s["lower"])) for s in steps.steps]
+        assert known == 2 * [(False, True), (False, True), (True, False), (False, False)]
+        assert plot.series["bilevel/upper"][0] == [3, 7]
+        assert plot.series["bilevel/lower"][0] == [1, 2, 5, 6]
+        assert (Path(logger.log_dir) / "convergence.png").exists()
+
     def test_untouched_weights_stay(self, tmp_path: Path) -> None:
         module = Touching(
             solver=partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=ADAMW), dropout=0.0
@@ -241,6 +285,19 @@ class TestStep:
         inputs, labels, _ = samples(200, 3)
         losses = [cross_entropy(m.eval().network(inputs), labels).item() for m in (low, full)]
         assert losses[0] == pytest.approx(losses[1], rel=0.03)
+
+    def test_products_on_losses_in_bfloat16(self, tmp_path: Path) -> None:
+        """Double differentiation under autocast: the run ends near that in float32."""
+        ends = []
+        for precision in ("bf16-mixed", "32-true"):
+            torch.manual_seed(1)
+            module = Streamed(dropout=0.0, solver=partial(SOBA, alpha=5.0, beta=0.3))
+            fitted(tmp_path, module, loaders(), precision=precision, limit_val_batches=0)
+            assert all(p.dtype == torch.float32 for p in module.parameters())
+            ends.append(module.logits.detach())
+        assert not torch.equal(*ends)
+        assert ends[1].abs().max() > 0.01
+        assert (ends[0] - ends[1]).norm() < 0.2 * ends[1].norm()
 
     def test_lower_parts_are_used(self, tmp_path: Path) -> None:
         class Whole(Streamed):

@@ -505,16 +505,9 @@ def test_steps_on_mini_batches_by_hand() -> None:
     assert [v.item() for v in point_of(free)] == pytest.approx([0.38, 0.6])
 
 
-@pytest.mark.parametrize("form", [{"difference": "central"}, {"rho": 1.0}], ids=str)
-def test_only_the_forward_difference_runs_on_mini_batches(form: dict[str, Any]) -> None:
-    optimizer = F2BA(groups(vector(0.0), vector(3.0)), **form)
-    with pytest.raises(BilevelError, match=r"` has no step on a mini-batch: take difference="):
-        optimizer.step(problem=simple(mini_batch=True))
-
-
 def test_who_runs_on_mini_batches() -> None:
     kinds: list[type[BilevelOptimizer]] = [F2BA, F2SA, PBGDFree, HJFBiO, LuMei]
-    assert [kind.stochastic for kind in kinds] == [True, True, True, False, False]
+    assert [kind.stochastic for kind in kinds] == [True, True, True, True, False]
 
 
 # --- Lu-Mei ---

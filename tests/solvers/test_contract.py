@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PROBLEMS, Problem, exact_residuals, groups, point_of
-from tables import SOLVERS, STREAMING, Solver, every_problem, every_solver, solved
+from tables import BATCHED, SOLVERS, STREAMING, Solver, every_problem, every_solver, solved
 from torch import Tensor
 
 import lightning_bilevel
@@ -95,7 +95,7 @@ def test_the_table_has_every_solver() -> None:
     }
     assert {solver.kind for solver in (*SOLVERS.values(), *STREAMING.values())} == kinds
     stochastic = {kind for kind in kinds if kind.stochastic}
-    assert {solver.kind for solver in STREAMING.values()} == stochastic
+    assert {solver.kind for solver in (*STREAMING.values(), *BATCHED.values())} == stochastic
     assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
 
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from streaming import ADAMW, STREAMED, Streamed, Touching, loader
 
-from lightning_bilevel import F2SA, CertificateReport, Envelope, KKTMonitor, TableRMS
+from lightning_bilevel import F2SA, SOBA, CertificateReport, Envelope, KKTMonitor, TableRMS
 
 TABLE = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=ADAMW)
 ENVELOPE = Envelope(0.1, 1.0, 1e-3)
@@ -65,12 +65,14 @@ def module_of(case: str) -> Any:
         return Streamed(**PLAIN)
     if case == "touching":
         return Touching(solver=TABLE, **PLAIN)
+    if case == "soba":
+        return Streamed(solver=partial(SOBA, alpha=1.0, beta=0.2, lower_optimizer=ADAMW), **PLAIN)
     if case == "sick":
         return Sick(**PLAIN)
     return Streamed(solver=STREAMED, envelope=ENVELOPE)
 
 
-CASES = ("plain", "touching", "sick", "normed")
+CASES = ("plain", "touching", "sick", "normed", "soba")
 
 
 def run(case: str, folder: Path, data: Any = None, **options: Any) -> dict[str, Any]:

@@ -254,6 +254,25 @@ class TestSingleLevel:
         assert c.kkt < 1e-3
         assert c.constraint_multipliers == pytest.approx((self.NU,), rel=1e-2)
 
+    def test_a_bound_and_a_constraint_are_active_together(self) -> None:
+        """At (1/2, 1/2): 2 (x - 2) + nu = 0, and 2 (y - 3) + nu < 0 at the upper bound of y."""
+        solution = solve(
+            BilevelProblem(
+                lambda x, y: ((x - 2) ** 2 + (y - 3) ** 2).sum(),
+                None,
+                lower_set=Box(0.0, 0.5),
+                constraints=[lambda x, y: (x + y).sum() - 1, lambda x, y: x.sum() - 5],
+            ),
+            torch.zeros(1, dtype=torch.float64),
+            torch.zeros(1, dtype=torch.float64),
+            max_steps=300,
+        )
+        c = solution.certificate
+        assert c is not None
+        assert c.kkt < 1e-3
+        assert c.constraint_multipliers == pytest.approx((3.0, 0.0), rel=1e-2)
+        assert (solution.x.item(), solution.y.item()) == pytest.approx((0.5, 0.5), abs=1e-3)
+
     def test_nothing_is_inexact(self) -> None:
         solution = solve(self.problem(), torch.zeros_like(self.A), max_steps=50)
         for info in solution.history:
