@@ -149,14 +149,18 @@ class BilevelMixin(CertifiedPoints):
         super().on_validation_start()  # type: ignore[misc]
 
     def on_fit_end(self) -> None:
-        """Refuse loaders that yield nothing."""
-        check_yielded(type(self).__name__, self._module().trainer)
+        """Refuse loaders that yield nothing; say what a run without steps is on, to certify it."""
+        trainer: Any = self._module().trainer
+        check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
+        if trainer.train_dataloader is not None:
+            self._stream(trainer)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
         """Refuse a training step that does not call the solver."""
         trainer: Any = self._module().trainer
-        check_yielded(type(self).__name__, trainer)
+        epoch = trainer.fit_loop.epoch_loop.batch_progress.current
+        check_yielded(type(self).__name__, trainer, epoch.ready)
         if self._run.schedule is not None:
             count = trainer.current_epoch + 1
             self._run.schedule.after("epoch", count, trainer.callback_metrics)

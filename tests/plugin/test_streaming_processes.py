@@ -79,4 +79,11 @@ def test_a_sick_batch_of_one_process_is_skipped_by_all(ends: Any) -> None:
 
 
 def test_the_certificate_says_whose_data_it_is_of(ends: Any) -> None:
-    assert "15 lower samples of process 0" in ends["plain"][0]["data"]
+    words = "all data (20 upper and 30 lower samples of 2 processes), in eval mode"
+    assert all(end["data"].startswith(words) for end in ends["plain"])
+
+
+def test_what_the_samplers_repeat_is_said(ends: Any) -> None:
+    """Of 31 samples two processes have 16 each."""
+    words = "20 upper and 32 lower samples of 2 processes, 1 of them twice so that"
+    assert words in ends["odd"][0]["data"]

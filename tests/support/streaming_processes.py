@@ -60,9 +60,14 @@ class Sick(Streamed):
         return value * float("nan") if sick else value
 
 
+def count_of(case: str) -> int:
+    """The number of lower samples."""
+    return 31 if case == "odd" else 30
+
+
 def module_of(case: str) -> Any:
-    if case == "plain":
-        return Streamed(**PLAIN)
+    if case in ("plain", "odd"):
+        return Streamed(count_of(case), **PLAIN)
     if case == "touching":
         return Touching(solver=TABLE, **PLAIN)
     if case == "sick":
@@ -70,7 +75,7 @@ def module_of(case: str) -> Any:
     return Streamed(solver=STREAMED, envelope=ENVELOPE)
 
 
-CASES = ("plain", "touching", "sick", "normed")
+CASES = ("plain", "touching", "sick", "normed", "odd")
 
 
 def run(case: str, folder: Path, data: Any = None, **options: Any) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def run(case: str, folder: Path, data: Any = None, **options: Any) -> dict[str, 
     torch.manual_seed(1)
     module = module_of(case)
     if data is None:
-        data = {"upper": loader(20, 1, 5), "lower": loader(30, 2, 5, shuffle=True)}
+        data = {"upper": loader(20, 1, 5), "lower": loader(count_of(case), 2, 5, shuffle=True)}
     steps = Steps()
     callbacks: list[Any] = [steps]
     if case == "normed":
