@@ -23,6 +23,8 @@ NAMES = [
     "mixture",
     "lora",
     "own_solver",
+    "plain_loop",
+    "fabric",
     "walkthrough",
 ]
 
@@ -77,6 +79,13 @@ def test_few_shot_glyphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_own_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("own_solver", tmp_path, monkeypatch)
     assert errors["HeavyBall"] < 0.5 * errors["HeavyBall without momentum"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["plain_loop", "fabric"])
+def test_loops_of_ones_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights tell right labels from wrong ones, which 0.5 would not."""
+    assert run(name, tmp_path, monkeypatch)["auroc"] > 0.75
 
 
 @pytest.mark.integration

@@ -142,7 +142,7 @@ class CertifiedPoints(DeclaredLevels):
             multipliers: Multipliers = kept.multiplier, kept.constraint_multipliers
             step = None
         else:
-            name = run.point_name
+            name = run.point_name(declared.norms())
             point = self.point
             multipliers = run.certifier.multipliers or (
                 run.solver.multiplier,
