@@ -2,7 +2,8 @@
 
 Exact mode: IVSP on 4,000 + 4,000 random images of MNIST's size. Mini-batches: StreamingIVSP with
 AdamW, 512 samples of each level in a step, however many processes share them. The samples are
-random, because only time and memory count; one and two processes make the same iterations.
+random, because only time and memory count. In float32 a line search may go another way with two
+processes, so that exact mode is compared by the pass.
 
 Run: OMP_NUM_THREADS=1 python -m benchmarks.past_one_machine
 """

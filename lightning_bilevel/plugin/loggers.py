@@ -57,7 +57,14 @@ def log_figure(trainer: Any, tag: str, draw: Callable[[], Any], iteration: int) 
     """
     if not trainer.is_global_zero or not trainer.loggers:
         return
-    pixels = _pixels(draw())
+    try:
+        pixels = _pixels(draw())
+    except Exception as error:
+        rank_zero_warn(
+            f"the figure {tag!r} could not be drawn ({type(error).__name__}: {error}): the run "
+            "goes on without it."
+        )
+        return
 
     def give(logger: Any) -> None:
         if isinstance(logger, TensorBoardLogger):

@@ -24,7 +24,7 @@ from running import events, trainer
 
 from lightning_bilevel import CertificateReport, ConvergencePlot, LastCheckpoint
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.plugin.loggers import run_folder
+from lightning_bilevel.plugin.loggers import log_figure, run_folder
 
 pytestmark = pytest.mark.compatibility
 UPPER = "bilevel/upper"
@@ -202,6 +202,19 @@ def test_what_a_logger_does_not_take_is_said_and_the_run_ends_well(
         ).fit(Weighting(), datamodule=weighting_data())
     assert (tmp_path / "certificate.json").is_file()
     assert (tmp_path / "convergence.png").is_file()
+
+
+def test_a_figure_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    class Drawn(Weighting):
+        def on_train_end(self) -> None:
+            log_figure(self.trainer, "weights", lambda: self.logits.reshape(7, 3), 3)
+
+    with pytest.warns(
+        UserWarning, match=r"figure 'weights' could not be drawn \(RuntimeError: sha"
+    ):
+        trainer(tmp_path, max_steps=3, log_every_n_steps=10, logger=CSVLogger(tmp_path)).fit(
+            Drawn(), datamodule=weighting_data()
+        )
 
 
 def test_a_logger_that_fails_at_the_end_takes_nothing_with_it(tmp_path: Path) -> None:
