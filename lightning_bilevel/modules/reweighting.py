@@ -53,7 +53,7 @@ class Reweighting(BilevelModule):
     ``val_loss`` and, for classes, ``val_error``; a second validation loader is taken for test data.
     If the data know which labels are wrong (``datamodule.corrupted``), it logs ``auroc`` and
     ``missed_errors`` as :class:`~lightning_bilevel.modules.hypercleaning.HyperCleaning` does.
-    TensorBoard shows a picture of the weights at the end.
+    The loggers get a picture of the weights at the end.
 
     Args:
         model: The model, a LightningModule or any other; its parameters are the start. Only its
