@@ -123,7 +123,7 @@ def measure(mode: str, hidden: int, processes: int) -> dict[str, float]:
     return {**cost.result(), "MB more than before": most_memory() - before}
 
 
-def vectors(make: Any, count: int = 1_000_000) -> float:
+def vectors(make: Any, count: int = 10_000_000) -> float:
     """Count the vectors of y that a process holds in a step on mini-batches, y itself included.
 
     The network is linear and the batch one sample, so nothing but weights takes memory.

@@ -300,8 +300,8 @@ def test_ivsp_holds_twelve_parameter_vectors_and_two_for_the_theorem() -> None:
 def test_a_step_on_mini_batches_holds_a_dozen_vectors_of_y() -> None:
     """As the page "Past one machine" says."""
     below = partial(torch.optim.AdamW, lr=1e-4)
-    assert 11.0 < past_one_machine.vectors(partial(F2SA, lower_optimizer=below), 100_000) < 11.3
-    counted = past_one_machine.vectors(partial(StreamingIVSP, lower_optimizer=below), 100_000)
+    assert 11.0 < past_one_machine.vectors(partial(F2SA, lower_optimizer=below), 1_000_000) < 11.3
+    counted = past_one_machine.vectors(partial(StreamingIVSP, lower_optimizer=below), 1_000_000)
     assert 12.0 < counted < 12.3
 
 
