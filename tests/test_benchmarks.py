@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks import (
     hyperparameters,
     memory,
     mini_batches,
+    past_one_machine,
     results,
     stationarity,
     tasks,
@@ -30,7 +32,15 @@ from benchmarks import (
 )
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import doublings, exponent, in_turns, ratio
-from lightning_bilevel import Baseline, BilevelError, DigitsCleaning, Envelope, certify
+from lightning_bilevel import (
+    F2SA,
+    Baseline,
+    BilevelError,
+    DigitsCleaning,
+    Envelope,
+    StreamingIVSP,
+    certify,
+)
 
 TINY = tasks.Size(
     n=20,
@@ -284,6 +294,15 @@ def test_memory_counts_what_is_held_at_once() -> None:
 def test_ivsp_holds_twelve_parameter_vectors_and_two_for_the_theorem() -> None:
     assert memory.vectors(10_000, keep_proved=False) <= 12.0
     assert 13.9 < memory.vectors(10_000) <= 14.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_on_mini_batches_holds_a_dozen_vectors_of_y() -> None:
+    """As the page "Past one machine" says."""
+    below = partial(torch.optim.AdamW, lr=1e-4)
+    assert 11.0 < past_one_machine.vectors(partial(F2SA, lower_optimizer=below), 1_000_000) < 11.3
+    counted = past_one_machine.vectors(partial(StreamingIVSP, lower_optimizer=below), 1_000_000)
+    assert 12.0 < counted < 12.3
 
 
 def test_the_figure_of_trusted_samples_has_a_bar_for_each_method(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ NAMES = [
     "mixture",
     "lora",
     "own_solver",
+    "plain_loop",
+    "fabric",
     "walkthrough",
 ]
 
@@ -77,6 +79,20 @@ def test_few_shot_glyphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_own_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = run("own_solver", tmp_path, monkeypatch)
     assert errors["HeavyBall"] < 0.5 * errors["HeavyBall without momentum"]
+
+
+@pytest.mark.integration
+def test_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights tell right labels from wrong ones, which 0.5 would not."""
+    found = run("plain_loop", tmp_path, monkeypatch)
+    assert found["weights"] > 0.75
+    assert found["trusted alone"] > 0.75
+
+
+@pytest.mark.integration
+def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("fabric", tmp_path, monkeypatch) > 0.75
+    assert (tmp_path / "fabric.ckpt").is_file()
 
 
 @pytest.mark.integration

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,10 @@ EXTRAS = re.findall(
 )
 
 
+# What a page needs besides the extra `test`.
+NEEDS = {"docs/loggers.md": ("wandb", "mlflow")}
+
+
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
@@ -40,7 +45,12 @@ def blocks(text: str, language: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
 def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, as a reader would type them."""
+    for package in NEEDS.get(page, ()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(package, reason="it is in the extra `loggers`")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
     namespace = {"__name__": "snippets"}
     for number, snippet in enumerate(blocks(PAGES[page], "python"), start=1):
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)

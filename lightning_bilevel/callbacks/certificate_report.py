@@ -6,19 +6,19 @@ import json
 import math
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import publish, run_folder, solver_of
-from lightning_bilevel.callbacks.tensorboard import show_hyperparameters, show_text
+from lightning_bilevel.callbacks.monitor import publish, solver_of
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, run_folder
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.report.reading import advice, reading
 from lightning_bilevel.report.tally import Tally
@@ -34,9 +34,10 @@ class CertificateReport(Callback):
     """Evaluates the certificate when fit ends, and says in plain words what it means.
 
     The certificate is printed as a table, with its reading and advice. It also goes to
-    ``trainer.callback_metrics`` and to the loggers; TensorBoard shows it as text, and as a line of
-    the HParams table. It is saved as ``certificate.json`` in the folder of the checkpoints; without
-    checkpoints, in the folder of the logs; without a logger, in the Trainer's ``default_root_dir``.
+    ``trainer.callback_metrics`` and to the loggers, as numbers and as text; TensorBoard shows it as
+    a line of the HParams table, too. It is saved as ``certificate.json`` in the folder of the
+    checkpoints; without checkpoints, in the folder of the logs; without a logger, in the Trainer's
+    ``default_root_dir``.
 
     The certificate is of the point that fit ends with. If the solver keeps the point that its
     convergence theorem speaks of, that one is certified too: in a table of its own, and under
@@ -113,14 +114,17 @@ class CertificateReport(Callback):
             if not name.startswith("bilevel/")
         }
         if self.certificate is not None:
+            # First of all, because a logger may fail.
+            self._save(trainer, run_folder(trainer), title, optimizer)
             metrics = _metrics(self.certificate)
             publish(trainer, metrics, iteration)
             # Markdown shows indented text unchanged.
-            show_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)
+            log_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)
             final |= {name: metrics[name] for name in ("bilevel/kkt_residual", "bilevel/violation")}
-            self._save(trainer, run_folder(trainer), title, optimizer)
         final["bilevel/optimization_time"] = pl_module.last_step.optimization_time
-        show_hyperparameters(trainer, _parameters(pl_module, optimizer), final, iteration)
+        solver = {"solver": type(optimizer).__name__, **optimizer.hyper_parameters}
+        saved = cast(Any, pl_module).hparams_initial
+        log_hyperparameters(trainer, saved, solver, final, iteration)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +159,6 @@ class CertificateReport(Callback):
         if folder is None or self.certificate is None:
             return
         path = Path(checkpoints or folder) / "certificate.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         content: dict[str, Any] = {
             "run": title,
             "iteration": optimizer.progress.iterations,
@@ -168,7 +171,12 @@ class CertificateReport(Callback):
         }
         if optimizer.proved is not None and self.proved is not None:
             content["proved"] = _proved_entry(optimizer.proved, self.proved)
-        write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
+        except OSError as error:
+            # It is printed, and the other callbacks still have to finish.
+            rank_zero_warn(f"{path} could not be written ({error}): it is printed only.")
 
 
 def as_text(
@@ -235,16 +243,6 @@ def _metrics(certificate: Certificate) -> dict[str, float]:
         "bilevel/kkt_multiplier": c.multiplier,
         "bilevel/violation": c.feasibility,
         "bilevel/prox_distance": c.prox_distance,
-    }
-
-
-def _parameters(pl_module: Any, optimizer: BilevelOptimizer) -> dict[str, Any]:
-    """Return the hyper-parameters that the module has saved, and the constants of the solver."""
-    # TensorBoard sorts by name and shows the first few: the bracket puts the solver in front.
-    return {
-        **pl_module.hparams_initial,
-        "(solver)": type(optimizer).__name__,
-        **optimizer.hyper_parameters,
     }
 
 

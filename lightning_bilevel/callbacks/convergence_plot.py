@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway, run_folder
-from lightning_bilevel.callbacks.tensorboard import show_pixels
+from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.plugin.loggers import log_figure, run_folder
 from lightning_bilevel.report.figures import draw
 
 __all__ = ["ConvergencePlot"]
@@ -27,8 +27,8 @@ _POINTS = 1000
 class ConvergencePlot(CertificateMonitor):
     """Draws the run: objective, feasibility, KKT residuals, penalty, cost and validation metrics.
 
-    The picture is ``convergence.png`` in the folder of the run and "convergence" under
-    TensorBoard's images. It is drawn every few minutes and at the end.
+    The picture is ``convergence.png`` in the folder of the run, and "convergence" in the loggers.
+    It is drawn every few minutes and at the end.
 
     Args:
         every_n_minutes: The minutes between two pictures.
@@ -139,8 +139,10 @@ class ConvergencePlot(CertificateMonitor):
         from matplotlib.image import imsave
 
         pixels = draw(self.series)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            self._folder / "convergence.png", lambda file: imsave(file, pixels, format="png")
-        )
-        show_pixels(trainer, "convergence", pixels, iteration)
+        path = self._folder / "convergence.png"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda file: imsave(file, pixels, format="png"))
+        except OSError as error:
+            rank_zero_warn(f"{path} could not be written ({error}): the run goes on without it.")
+        log_figure(trainer, "convergence", lambda: pixels, iteration)

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.monitor import CertificateMonitor
-from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.plugin.loggers import log_text
 
 __all__ = ["KKTMonitor"]
 
@@ -119,7 +119,7 @@ class KKTMonitor(CertificateMonitor):
                 f"{c.complementarity:.2e} are all at most epsilon = {self.epsilon:g}."
             )
             rank_zero_info(self.stopped)
-            show_text(trainer, "stopped", self.stopped, iteration)
+            log_text(trainer, "stopped", self.stopped, iteration)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

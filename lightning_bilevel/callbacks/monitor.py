@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from lightning_bilevel.callbacks.tensorboard import show_layout
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.plugin.loggers import log_numbers
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
@@ -28,7 +28,6 @@ __all__ = [
     "Monitor",
     "is_underway",
     "publish",
-    "run_folder",
     "solver_of",
     "usual_tolerance",
 ]
@@ -47,8 +46,7 @@ def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None
     `self.log` would take milliseconds for this.
     """
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=iteration)
+    log_numbers(trainer, metrics, iteration)
 
 
 def is_underway(trainer: Trainer, pl_module: Any) -> bool:
@@ -69,17 +67,6 @@ def usual_tolerance(trainer: Trainer) -> float:
     In float64 that is stricter than the paper, which has 1e-3 throughout and names no dtype.
     """
     return 1e-6 if trainer.precision == "64-true" else 1e-3
-
-
-def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of a run's files; None for a trial run of a few steps, which leaves none.
-
-    All processes must call this: the first one's logger knows the folder and tells the others.
-    """
-    folder = trainer.log_dir
-    if trainer.fast_dev_run or folder is None:  # type: ignore[attr-defined]
-        return None
-    return Path(folder)
 
 
 class Monitor(Callback):

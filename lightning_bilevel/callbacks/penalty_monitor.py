@@ -8,12 +8,12 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.monitor import Monitor
-from lightning_bilevel.callbacks.tensorboard import show_text
+from lightning_bilevel.plugin.loggers import log_text
 from lightning_bilevel.solvers.record import PenaltyInfo
 
 __all__ = ["PenaltyMonitor"]
 
-# How many updates TensorBoard's text shows; `events` has them all.
+# How many updates the logged text shows; `events` has them all.
 _SHOWN = 30
 
 
@@ -116,5 +116,5 @@ class PenaltyMonitor(Monitor):
             trainer, {"bilevel/penalty_constant_for": float(self.constant_for)}, self.iteration
         )
         if self._reported != len(self.events) or not trainer.training:
-            show_text(trainer, "penalty updates", self.text(), self.iteration)
+            log_text(trainer, "penalty updates", self.text(), self.iteration)
             self._reported = len(self.events)

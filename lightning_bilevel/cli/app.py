@@ -28,10 +28,11 @@ from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
 from lightning_bilevel.callbacks.penalty_monitor import PenaltyMonitor
 from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
 from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
-from lightning_bilevel.callbacks.tensorboard import show_text
 from lightning_bilevel.cli.messages import own_error
 from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
+from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
+from lightning_bilevel.plugin.loggers import log_text, run_folder
 from lightning_bilevel.plugin.mixin import BilevelMixin
 
 __all__ = ["BilevelCLI"]
@@ -41,13 +42,23 @@ _READ_ONLY = ("certify", "probe")
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Also shows the resolved config in TensorBoard."""
+    """Saves the resolved config in the folder of the run, and logs it as text."""
+
+    _folder: Path | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder = run_folder(trainer)  # all processes ask
+        super().setup(trainer, pl_module, stage)
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        config = self.parser.dump(self.config, skip_none=False)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._folder / self.config_filename, config.encode())
         if stage == "fit":
-            config = self.parser.dump(self.config, skip_none=False)
-            show_text(trainer, "config", f"```yaml\n{config}\n```", 0)
+            log_text(trainer, "config", f"```yaml\n{config}\n```", 0)
 
 
 class _Parser(LightningArgumentParser):
@@ -98,8 +109,8 @@ class BilevelCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             save_config_callback=_SaveConfig,
-            # A second run in the same folder replaces the config of the first.
-            save_config_kwargs={"overwrite": True},
+            # Lightning's place for the config is one for all runs of W&B and MLflow.
+            save_config_kwargs={"save_to_log_dir": False},
             args=args,
             **kwargs,
         )

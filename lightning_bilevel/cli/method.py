@@ -89,9 +89,9 @@ def start_row(out: Path, config: MethodConfig, envelope: Envelope | None) -> dic
     """
     method = Method(out, config, **WITHOUT_STEPS)
     trainer = cast(BilevelTrainer, method.trainer)
-    batch = trainer.restore(method.model, method.datamodule)
-    tolerance = usual_tolerance(trainer)
-    certificate = method.model.certify(batch=batch, envelope=envelope, tolerance=tolerance)
+    trainer.restore(method.model, method.datamodule)
+    options = {"envelope": envelope, "tolerance": usual_tolerance(trainer)}
+    certificate = trainer.look(method.model, method.datamodule, **options)
     if _validates(method):
         trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
     counts = {"iteration": 0, "optimization_time": 0.0, "passes": 0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,8 @@ from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule
 from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.plugin.streaming import has_changing_batches
+from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.report.tally import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
@@ -23,9 +24,9 @@ from lightning_bilevel.table import table
 __all__ = ["WITHOUT_STEPS", "BilevelTrainer"]
 
 # The arguments of a Trainer that restores a run without training or writing files. `max_epochs` is
-# unlimited, because a checkpoint may be of any epoch.
+# unlimited, because a checkpoint may be of any epoch. Loaders are made, which no step asks.
 WITHOUT_STEPS: dict[str, Any] = {
-    "limit_train_batches": 0,
+    "max_steps": 0,
     "max_epochs": -1,
     "fast_dev_run": False,
     "num_sanity_val_steps": 0,
@@ -67,8 +68,8 @@ class BilevelTrainer(Trainer):
             )
         if tolerance is not None and not tolerance > 0:
             raise MisconfigurationException(f"`certify(tolerance={tolerance})` must be positive.")
-        batch = self.restore(model, datamodule, ckpt_path, weights_only)
-        certificate = model.certify(batch=batch, tolerance=tolerance, proved=proved)
+        self.restore(model, datamodule, ckpt_path, weights_only)
+        certificate = self.look(model, datamodule, tolerance=tolerance, proved=proved)
         if certificate is None:
             raise MisconfigurationException(
                 f"`certify(model={type(model).__name__})` has no Moreau envelope: name one, as in "
@@ -97,8 +98,8 @@ class BilevelTrainer(Trainer):
                 the config that ``fit`` saves has this key.
             weights_only: Not used, for the same reason.
         """
-        batch = self.restore(model, datamodule)
-        problem = model.problem_on(batch)
+        self.restore(model, datamodule)
+        problem = model.problem_on(self._whole_batch(datamodule))
         envelope = model.envelope
         delta = 1e-3 if envelope is None else envelope.delta
         rows = IVSP(model.parameter_groups(), delta=delta).probe(problem)
@@ -133,15 +134,15 @@ class BilevelTrainer(Trainer):
         datamodule: LightningDataModule,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
-        """Run a fit without steps and return its batch.
+    ) -> None:
+        """Run a fit without steps.
 
         Afterwards module, solver and callbacks have the state of the checkpoint.
         """
-        if self.limit_train_batches != 0:
+        if self.max_steps != 0:
             raise MisconfigurationException(
-                f"`BilevelTrainer(limit_train_batches={self.limit_train_batches})` would train: "
-                "what only looks is done by a `BilevelTrainer(**WITHOUT_STEPS)`."
+                f"`BilevelTrainer(max_steps={self.max_steps})` would train: what only looks is "
+                "done by a `BilevelTrainer(**WITHOUT_STEPS)`."
             )
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -149,9 +150,26 @@ class BilevelTrainer(Trainer):
             )
             module = cast(LightningModule, model)
             self.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        loader = datamodule.train_dataloader()
-        if isinstance(loader, Mapping) and isinstance(datamodule, FullBatchDataModule):
-            # Data that are trained on by mini-batches: look at all of them.
+
+    def look(
+        self, model: BilevelMixin, datamodule: LightningDataModule, **options: Any
+    ) -> Certificate | None:
+        """Return the certificate of a restored module, as its run would evaluate it.
+
+        Args:
+            model: The module.
+            datamodule: Its data. A run on mini-batches asks its loaders for all of them.
+            options: Those of :meth:`BilevelMixin.certify`.
+        """
+        batch = None if model.on_mini_batches else self._whole_batch(datamodule)
+        return model.certify(batch=batch, **options)
+
+    def _whole_batch(self, datamodule: LightningDataModule) -> Any:
+        """Return the batch of a full-batch run, or all data of one on mini-batches."""
+        loader: Any = self.train_dataloader
+        if has_changing_batches(self):
+            if not isinstance(datamodule, FullBatchDataModule):
+                return gathered(self, batches=1000).batch
             loader = FullBatchDataModule.train_dataloader(datamodule)
         batch = self.precision_plugin.convert_input(next(iter(loader)))
         return move_data_to_device(batch, self.strategy.root_device)

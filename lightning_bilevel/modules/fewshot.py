@@ -10,7 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import Chunks, as_chunks
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
@@ -20,6 +19,7 @@ from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.modules.figures import draw_episode
 from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, nearest_centroid
+from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -252,13 +252,13 @@ class FewShot(BilevelModule):
             self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
 
     def on_train_end(self) -> None:
-        """Show some validation episodes in TensorBoard."""
+        """Show some validation episodes in the loggers."""
         episodes = getattr(getattr(self.trainer, "datamodule", None), "validation", None)
         if isinstance(episodes, Episodes):
             for number in range(min(3, len(episodes.support))):
                 one = Episodes(*(tensor[number : number + 1] for tensor in episodes))
                 draw = partial(self.episode_figure, one)
-                show_figure(
+                log_figure(
                     self.trainer, f"validation episode {number}", draw, self.trainer.global_step
                 )
 

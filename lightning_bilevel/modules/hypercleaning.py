@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import (
@@ -24,6 +23,7 @@ from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
 from lightning_bilevel.modules.retraining import fresh_copy
+from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
@@ -236,7 +236,7 @@ class HyperCleaning(BilevelModule):
                 self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
-        """Show the most suspicious samples in TensorBoard."""
+        """Show the most suspicious samples in the loggers."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if len(getattr(data, "image_shape", None) or ()) == 3:
 
@@ -245,7 +245,7 @@ class HyperCleaning(BilevelModule):
                 images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
                 return self.suspicious_figure(images, labels)
 
-            show_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
+            log_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 
     def suspicious_figure(self, images: Tensor, labels: Tensor, count: int = 32) -> Any:
         """Draw the training samples of lowest weight, with their given and predicted labels.

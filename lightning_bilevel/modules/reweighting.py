@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from lightning_bilevel.callbacks.tensorboard import show_figure
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.weights import SampleWeights
+from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
@@ -53,7 +53,7 @@ class Reweighting(BilevelModule):
     ``val_loss`` and, for classes, ``val_error``; a second validation loader is taken for test data.
     If the data know which labels are wrong (``datamodule.corrupted``), it logs ``auroc`` and
     ``missed_errors`` as :class:`~lightning_bilevel.modules.hypercleaning.HyperCleaning` does.
-    TensorBoard shows a picture of the weights at the end.
+    The loggers get a picture of the weights at the end.
 
     Args:
         model: The model, a LightningModule or any other; its parameters are the start. Only its
@@ -195,10 +195,10 @@ class Reweighting(BilevelModule):
             self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
-        """Show the weights in TensorBoard."""
+        """Show the weights in the loggers."""
         draw = getattr(self.weights, "figure", None)
         if draw is not None:
-            show_figure(self.trainer, "weights", draw, self.trainer.global_step)
+            log_figure(self.trainer, "weights", draw, self.trainer.global_step)
 
     @property
     def _by_losses(self) -> bool:

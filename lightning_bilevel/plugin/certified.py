@@ -39,6 +39,11 @@ class CertifiedPoints(DeclaredLevels):
         return self._run.solver.proved
 
     @property
+    def on_mini_batches(self) -> bool:
+        """Whether the run is on mini-batches. Its certificate is then of all data."""
+        return self._run.stream is not None
+
+    @property
     def written_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that training writes to, such as running statistics, by name."""
         return self._run.buffers.copies(self._module())
@@ -137,7 +142,7 @@ class CertifiedPoints(DeclaredLevels):
             multipliers: Multipliers = kept.multiplier, kept.constraint_multipliers
             step = None
         else:
-            name = run.point_name
+            name = run.point_name(declared.norms())
             point = self.point
             multipliers = run.certifier.multipliers or (
                 run.solver.multiplier,

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_bilevel.plugin.declaration import Declaration, Level
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = [
     "check_all_declared",
+    "check_callbacks",
     "check_gradients",
     "check_optimizer",
     "check_own",
@@ -79,12 +86,27 @@ def check_gradients(trainer: Any, solver: BilevelOptimizer) -> None:
         )
 
 
-def check_trainer(call: str, trainer: Any) -> None:
-    """Refuse strategies and callbacks that do not work with a bilevel run.
+def check_callbacks(module: LightningModule, solver: BilevelOptimizer) -> None:
+    """Refuse callbacks that do not work with a bilevel run, before any of them has its turn.
 
     Args:
-        call: The name of the module, for messages.
-        trainer: Its Trainer.
+        module: The bilevel module, attached to its Trainer.
+        solver: Its solver.
+    """
+    callbacks: list[Any] = cast(Any, module.trainer).callbacks
+    for callback in callbacks:
+        why = _why_not(callback, module, solver)
+        if why:
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` cannot watch `{type(module).__name__}`: {why}"
+            )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse strategies that do not work with a bilevel run.
+
+    Args:
+        trainer: The Trainer.
     """
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
     if (
@@ -97,12 +119,6 @@ def check_trainer(call: str, trainer: Any) -> None:
             'pieces. `strategy="ddp"` splits the data instead, and `Chunks` evaluates a batch '
             "that is larger than memory."
         )
-    for callback in trainer.callbacks:
-        why = _why_not(callback)
-        if why:
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` cannot watch `{call}`: {why}"
-            )
 
 
 def way_to_mini_batches(solver: BilevelOptimizer) -> str:
@@ -157,8 +173,27 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
         )
 
 
-def _why_not(callback: Any) -> str:
+def _why_not(callback: Any, module: LightningModule, solver: BilevelOptimizer) -> str:
     """Say why a callback of Lightning cannot work with a bilevel module; empty if it can."""
+    if isinstance(callback, LearningRateFinder):
+        rates = (
+            "Name the rate of each level, as in `lower_optimizer=partial(torch.optim.AdamW, "
+            "lr=1e-4)`, and compare a few of them by validation."
+            if solver.stochastic
+            else f"{type(solver).__name__} needs no such search."
+        )
+        return (
+            "it looks for one rate by the loss of one optimizer, and a bilevel step has two levels "
+            f"and two losses. {rates}"
+        )
+    if isinstance(callback, StochasticWeightAveraging) and any(
+        isinstance(layer, _BatchNorm) for layer in module.modules()
+    ):
+        return (
+            "after its last epoch it runs another one for the statistics of batch normalisation, "
+            "in which the solver would go on and leave the average. Use `WeightAveraging`, whose "
+            "average has the statistics of training, or normalise by group or layer."
+        )
     if isinstance(callback, ModelPruning):
         return (
             "it changes the parameters in the middle of a run, which is then one of another "

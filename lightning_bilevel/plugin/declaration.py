@@ -174,6 +174,10 @@ class Declaration:
         self.upper.write(x)
         self.lower.write(y)
 
+    def norms(self) -> Tensor:
+        """Return the norm of each parameter."""
+        return torch.stack([p.detach().norm() for p in self.parameters])
+
     def feasible_point(self) -> tuple[Tensor, Tensor]:
         """Return x and y, each projected onto its set: where a run starts."""
         x, y = self.read()

@@ -25,6 +25,7 @@ from lightning_bilevel.plugin.checkpoints import (
 )
 from lightning_bilevel.plugin.checks import (
     check_all_declared,
+    check_callbacks,
     check_gradients,
     check_optimizer,
     check_precision,
@@ -128,6 +129,7 @@ class BilevelMixin(CertifiedPoints):
             info = stream.step(optimizer, batch)
         self.last_step = info
         self._run.shown = ""
+        self._run.stamp = None
         if self._run.schedule is not None:
             self._run.schedule.after("step", info.iteration, trainer.callback_metrics)
         if is_logged(trainer, info.iteration):
@@ -140,6 +142,7 @@ class BilevelMixin(CertifiedPoints):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._declared()
             check_gradients(trainer, self._run.solver)
+            check_callbacks(self._module(), self._run.solver)
         return super().configure_callbacks()  # type: ignore[misc]
 
     def on_validation_start(self) -> None:
@@ -149,19 +152,24 @@ class BilevelMixin(CertifiedPoints):
         super().on_validation_start()  # type: ignore[misc]
 
     def on_fit_end(self) -> None:
-        """Refuse loaders that yield nothing."""
-        check_yielded(type(self).__name__, self._module().trainer)
+        """Refuse loaders that yield nothing; say what a run without steps is on, to certify it."""
+        trainer: Any = self._module().trainer
+        check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
+        if trainer.train_dataloader is not None:
+            self._stream(trainer)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
         """Refuse a training step that does not call the solver."""
         trainer: Any = self._module().trainer
-        check_yielded(type(self).__name__, trainer)
+        epoch = trainer.fit_loop.epoch_loop.batch_progress.current
+        check_yielded(type(self).__name__, trainer, epoch.ready)
         if self._run.schedule is not None:
             count = trainer.current_epoch + 1
             self._run.schedule.after("epoch", count, trainer.callback_metrics)
         if self._run.stream is not None:
             self._run.stream.share_buffers()
+        self._run.stamp = self._declared().norms()
         if self._run.solver.progress.iterations == 0:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: "
@@ -175,7 +183,7 @@ class BilevelMixin(CertifiedPoints):
         module = self._module()
         may_stream = self._run.solver.takes_mini_batches
         check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
-        check_trainer(type(self).__name__, module.trainer)
+        check_trainer(module.trainer)
         declared.resolve()
         solver = declared.new_solver()
         check_all_declared(module, declared)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_bilevel.plugin.loggers import log_numbers
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["is_logged", "publish_step"]
@@ -27,6 +28,4 @@ def publish_step(trainer: Any, info: StepInfo) -> None:
     trainer.progress_bar_metrics.update(info.shown())
     if is_logged(trainer, info.iteration):
         trainer.logged_metrics.update(values)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=info.iteration)
+        log_numbers(trainer, metrics, info.iteration)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_bilevel.plugin.batches import Batches
 from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
@@ -32,6 +35,8 @@ class Run:
         stream: What a run on mini-batches keeps; None for a run on all data.
         examined: Whether the first batch has shown which of both it is.
         shown: Which point the module shows, in words, if it is not the last iterate.
+        stamp: The norms of the parameters when the last epoch ended. Others afterwards tell that
+            somebody else has written to them, as callbacks that average weights do.
     """
 
     solver: BilevelOptimizer
@@ -44,13 +49,19 @@ class Run:
     stream: Stream | None = None
     examined: bool = False
     shown: str = ""
+    stamp: Tensor | None = None
 
-    @property
-    def point_name(self) -> str:
-        """Which point the module shows, in words; empty before the first iteration."""
+    def point_name(self, norms: Tensor) -> str:
+        """Say which point the module shows, in words; empty before the first iteration.
+
+        Args:
+            norms: Those of the parameters now.
+        """
         iterations = self.solver.progress.iterations
         if self.shown or iterations == 0:
             return self.shown
+        if self.stamp is not None and not torch.equal(self.stamp, norms.to(self.stamp)):
+            return f"weights that were written after iteration {iterations}, such as an average"
         return f"the last iterate, iteration {iterations}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,5 +72,6 @@ class Run:
             "batches": Batches(),
             "buffers": WrittenBuffers(),
             "schedule": None,
+            "stamp": None,
             "stream": None,
         }

@@ -36,11 +36,15 @@ _CARRY = (
 )
 
 
-def check_yielded(call: str, trainer: Any) -> None:
-    """Refuse loaders that have yielded nothing in an epoch, or that have no length."""
-    empty = trainer.num_training_batches == 0
-    epoch = trainer.fit_loop.epoch_loop.batch_progress.current
-    if (empty or epoch.ready == 0) and trainer.limit_train_batches != 0:
+def check_yielded(call: str, trainer: Any, batches: float) -> None:
+    """Refuse loaders that yield nothing in an epoch.
+
+    Args:
+        call: The name of the module, for the message.
+        trainer: Its Trainer.
+        batches: How many batches they have yielded, or can yield.
+    """
+    if batches == 0 and trainer.limit_train_batches != 0:
         raise MisconfigurationException(
             f"the training loaders of `{call}` yielded no batch in a whole epoch: a level's loader "
             "is empty, its samples are fewer than a batch with `drop_last=True`, or it can be gone "
@@ -208,7 +212,7 @@ class Stream:
             data = Data(batch, "the given batch, in eval mode")
         elif sample and self.sample:
             if self._sampled is None or self._sampled[0] != len(self.sample):
-                self._sampled = len(self.sample), kept(self.sample)
+                self._sampled = len(self.sample), kept(self._trainer, self.sample)
             data = self._sampled[1]
         else:
             if self._whole is None or self._whole[0] != batches:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
 from lightning_bilevel.core.leaves import tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions, problem_of
-from lightning_bilevel.plugin.processes import total
+from lightning_bilevel.plugin.processes import any_of, total
 
 __all__ = ["Data", "evaluating", "gathered", "kept", "problem_on_data"]
 
@@ -38,13 +39,12 @@ class Data(NamedTuple):
     name: str
 
 
-def kept(batches: list[dict[str, Any]]) -> Data:
+def kept(trainer: Any, batches: list[dict[str, Any]]) -> Data:
     """Return some batches of training as one."""
     batch = {level: Chunks([b[level] for b in batches]) for level in LEVELS}
-    count = {level: _samples(batch[level]) for level in LEVELS}
     name = (
-        f"a fixed sample, the first {len(batches)} batches of this run ({count['upper']} upper and "
-        f"{count['lower']} lower samples), in eval mode"
+        f"a fixed sample, the first {len(batches)} batches of this run "
+        f"({_counted(batch, trainer)}), in eval mode"
     )
     return Data(batch, name)
 
@@ -52,8 +52,8 @@ def kept(batches: list[dict[str, Any]]) -> Data:
 def gathered(trainer: Any, batches: int) -> Data:
     """Go through the training loaders once, each level to its own end, and keep what they yield.
 
-    The random numbers of the run are the same afterwards. In each process these are the data of
-    that process.
+    The random numbers of the run are the same afterwards. Each process has its own part of the
+    data, and their name is that of all parts together, which f and g are evaluated on.
 
     Args:
         trainer: The Trainer of the run.
@@ -69,11 +69,12 @@ def gathered(trainer: Any, batches: int) -> Data:
     finally:
         torch.set_rng_state(state)
     batch = {level: _chunks(parts[level]) for level in LEVELS}
-    count = {level: _samples(batch[level]) for level in LEVELS}
+    if trainer.world_size > 1:
+        complete = not any_of([not complete], trainer.strategy.root_device)[0]
     what = "all data" if complete else f"a sample, the first {batches} batches or 1 GiB of a level"
-    here = f" of process {trainer.global_rank}" if trainer.world_size > 1 else ""
-    name = f"{what} ({count['upper']} upper and {count['lower']} lower samples{here}), in eval mode"
-    return Data(batch, name)
+    again = _repeated(loaders) if complete else 0
+    repeated = f", {again} of them twice so that the shares are equal" if again else ""
+    return Data(batch, f"{what} ({_counted(batch, trainer)}{repeated}), in eval mode")
 
 
 def problem_on_data(module: Any, declared: Declaration, trainer: Any, data: Data) -> BilevelProblem:
@@ -186,3 +187,25 @@ def _chunks(parts: list[Any]) -> Chunks:
 
 def _samples(chunks: Chunks) -> int:
     return sum(samples_in(chunk) for chunk in chunks.batches)
+
+
+def _counted(batch: dict[str, Any], trainer: Any) -> str:
+    """Say how many samples the data have, over all processes."""
+    counts = [_samples(batch[level]) for level in LEVELS]
+    processes = ""
+    if trainer.world_size > 1:
+        device = trainer.strategy.root_device
+        counts = total(torch.tensor(counts, device=device)).tolist()
+        processes = f" of {trainer.world_size} processes"
+    return f"{counts[0]} upper and {counts[1]} lower samples{processes}"
+
+
+def _repeated(loaders: Any) -> int:
+    """Count what the distributed samplers repeat, so that each process has equally many samples."""
+    parts = loaders.values() if isinstance(loaders, Mapping) else [loaders]
+    count = 0
+    for loader in parts:
+        sampler: Any = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            count += max(sampler.total_size - len(cast(Any, sampler.dataset)), 0)
+    return count

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +16,20 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from places import CONFIGS, SYNTHETIC
-from running import events, fit
+from running import events, fit, trainer
+from streaming import ADAMW, SGD, Streamed, StreamedData
 
-from lightning_bilevel import FullBatchDataModule, SineProblem
+from lightning_bilevel import (
+    BilevelError,
+    CertificateReport,
+    FullBatchDataModule,
+    SineProblem,
+    StreamingIVSP,
+)
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.configs import read_config
-from lightning_bilevel.cli.trainer import BilevelTrainer
+from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
 
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
 CONFIG = SYNTHETIC / "ivsp.yaml"
@@ -226,7 +234,8 @@ def built(tmp_path: Path, *args: str) -> list[str]:
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         call = ["--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", *args]
         trainer: Any = BilevelCLI(call, run=False).trainer
-    return [type(callback).__name__ for callback in trainer.callbacks]
+    # Where rich is installed, Lightning takes its own summary in rich's colours.
+    return [type(callback).__name__.removeprefix("Rich") for callback in trainer.callbacks]
 
 
 class TestCallbacks:
@@ -284,9 +293,48 @@ def test_probe_takes_the_config_of_a_fit(
 
 def test_what_only_looks_never_trains() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"`BilevelTrainer\(limit_train_batches=1.0\)` would train"
+        MisconfigurationException, match=r"`BilevelTrainer\(max_steps=-1\)` would train"
     ):
         BilevelTrainer(accelerator="cpu", logger=False).probe(SineProblem(), FullBatchDataModule())
+
+
+class TestOnMiniBatches:
+    """A run on mini-batches with the loaders of a user's own data module."""
+
+    @pytest.fixture
+    def looking(self) -> BilevelTrainer:
+        return BilevelTrainer(accelerator="cpu", **WITHOUT_STEPS)
+
+    def test_certify_is_what_the_run_ended_with(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], looking: BilevelTrainer
+    ) -> None:
+        """The same data, the same rho, and as few passes."""
+        solver = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
+        module = Streamed(solver=solver)
+        report = CertificateReport()
+        run = trainer(tmp_path, max_epochs=2, callbacks=[report])
+        run.fit(module, datamodule=StreamedData())
+        run.save_checkpoint(tmp_path / "run.ckpt")
+        capsys.readouterr()
+        loaded = Streamed(solver=solver)
+        found = looking.certify(loaded, StreamedData(), str(tmp_path / "run.ckpt"))
+        assert found is not None
+        assert report.certificate is not None
+        assert found.evaluated_on == report.certificate.evaluated_on
+        assert "all data (20 upper and 30 lower samples), in eval mode; rho =" in found.evaluated_on
+        assert found.passes == report.certificate.passes < 60
+        assert found.kkt == pytest.approx(report.certificate.kkt, rel=1e-4)
+        assert found.evaluated_on in " ".join(capsys.readouterr().out.split())
+
+    def test_probe_looks_at_all_data(
+        self, capsys: pytest.CaptureFixture[str], looking: BilevelTrainer
+    ) -> None:
+        rows = looking.probe(Streamed(norm=False, dropout=0.0), StreamedData())
+        assert "rho" in dict(rows)
+
+    def test_probe_refuses_losses_that_change(self, looking: BilevelTrainer) -> None:
+        with pytest.raises(BilevelError, match="need a deterministic objective"):
+            looking.probe(Streamed(), StreamedData())
 
 
 class TestAModuleWithTheMixin:

@@ -21,15 +21,22 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    ProgressBar,
+    RichProgressBar,
+    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.imports import RequirementCache
 from modules import MILD, Encoded, Weighting, samples, weighting_data
 from running import same_parameters, trainer
+from streaming import Streamed, loaders
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,14 +143,18 @@ class TestFlags:
             TQDMProgressBar(),
             EarlyStopping("bilevel/upper", check_on_train_epoch_end=True),
             ModelCheckpoint(monitor="bilevel/upper"),
+            RichProgressBar if RequirementCache("rich") else None,
         ],
-        ids=lambda callback: type(callback).__name__,
+        ids=lambda callback: getattr(callback, "__name__", type(callback).__name__),
     )
     def test_callbacks_of_lightning_do_not_change_the_path(
         self, tmp_path: Path, plain: Weighting, callback: Any
     ) -> None:
+        if callback is None:
+            pytest.skip("rich is not installed")
+        callback = callback() if isinstance(callback, type) else callback
         logger = CSVLogger(tmp_path)
-        bar = {"enable_progress_bar": True} if isinstance(callback, TQDMProgressBar) else {}
+        bar = {"enable_progress_bar": True} if isinstance(callback, ProgressBar) else {}
         checkpoints = (
             {"enable_checkpointing": True} if isinstance(callback, ModelCheckpoint) else {}
         )
@@ -185,6 +196,63 @@ class TestFlags:
 def test_callbacks_that_cannot_work_are_refused(tmp_path: Path, callback: Any, words: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"cannot watch `Weighting`: .*{words}"):
         fitted(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        (Weighting, weighting_data, "IVSP needs no such search"),
+        (Streamed, loaders, "Name the rate of each level"),
+    ],
+)
+def test_there_is_no_rate_to_find(tmp_path: Path, module: Any, data: Any, words: str) -> None:
+    """Lightning's search would read a loss that is not there, and report that it diverges."""
+    made = module()
+    made.lr = 0.1
+    with pytest.raises(MisconfigurationException, match=f"two levels and two losses. {words}"):
+        Tuner(trainer(tmp_path, max_epochs=1, limit_val_batches=0)).lr_find(made, data())
+    assert made.last_step is None
+
+
+class TestAveragedWeights:
+    """Callbacks that write an average into the module when fit ends."""
+
+    def test_an_exponential_average(self, tmp_path: Path, plain: Weighting) -> None:
+        """The solver's path is its own, and the certificate says what it is of."""
+        path: list[Tensor] = []
+
+        class Reader(Callback):
+            def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+                path.append(pl_module.logits.detach().clone())
+
+        averaging = WeightAveraging(use_buffers=False)
+        module, _ = fitted(tmp_path, callbacks=[Reader(), averaging])
+        assert torch.equal(path[-1], plain.logits)
+        torch.testing.assert_close(module.logits.detach(), torch.stack(path).mean(0))
+        assert module.certify().point.startswith("weights that were written after iteration 6")
+        assert plain.certify().point == "the last iterate, iteration 6"
+
+    def test_swa(self, tmp_path: Path) -> None:
+        averaging = StochasticWeightAveraging(swa_lrs=[0.1, 0.1], swa_epoch_start=1)
+        module, _ = fitted(
+            tmp_path,
+            steps=-1,
+            max_epochs=3,
+            callbacks=[averaging],
+            data=weighting_data(epoch_length=2),
+        )
+        assert module.last_step.iteration == 6
+        assert module.certify().point.startswith("weights that were written after iteration 6")
+
+    def test_swa_with_batch_normalisation_is_refused(self, tmp_path: Path) -> None:
+        averaging = StochasticWeightAveraging(swa_lrs=[0.1, 0.1], swa_epoch_start=1)
+        with pytest.raises(
+            MisconfigurationException,
+            match=r"runs another one for the statistics of batch norm.*Use `WeightAveraging`",
+        ):
+            trainer(tmp_path, max_epochs=2, callbacks=[averaging], limit_val_batches=0).fit(
+                Streamed(), loaders()
+            )
 
 
 @pytest.mark.integration
@@ -625,6 +693,32 @@ def test_a_compiled_module_is_fitted_without_tracing_the_solver(tmp_path: Path) 
     # Forward, with and without gradients; the solver would be dozens.
     assert 1 <= len(compiled) <= 4
     torch.testing.assert_close(module.logits, fitted(tmp_path)[0].logits)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_compiled_part_of_the_lower_level(tmp_path: Path, streamed: bool) -> None:
+    """It is compiled, and the path is that of the module as it was."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    def run(compile: bool) -> Any:
+        module: Any = Streamed(dropout=0.0) if streamed else Weighting()
+        part = module.network if streamed else module.classifier
+        if compile:
+            part.compile(backend=backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            trainer(tmp_path, max_steps=4, limit_val_batches=0).fit(
+                module, loaders() if streamed else weighting_data()
+            )
+        return module
+
+    assert same_parameters(run(compile=True), run(compile=False))
+    assert 1 <= len(compiled) <= 8
 
 
 def test_fabric_takes_the_problem_as_a_closure() -> None:

@@ -462,11 +462,12 @@ class TestProved:
         assert other.proved is not None
         assert module.proved is not None
         assert torch.equal(other.proved.y, module.proved.y)
-        assert other._run.point_name == "the last iterate, iteration 60"
+        norms = module._declared().norms()
+        assert other._run.point_name(norms) == "the last iterate, iteration 60"
         module.restore((module.proved.x, module.proved.y), module.proved.multiplier)
         run.save_checkpoint(path)
         restored = SineProblem.load_from_checkpoint(path, n=20, solver=PAPER)
-        assert restored._run.point_name == "an earlier point of the run, which was restored"
+        assert restored._run.point_name(norms) == "an earlier point of the run, which was restored"
 
     def test_a_solver_without_it_says_so(self, tmp_path: Any) -> None:
         module = Weighting(solver=BOME, envelope=Envelope(rho=0.2, sigma=1.0, delta=0.01))

@@ -351,7 +351,7 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
         MisconfigurationException,
         match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`',
     ):
-        check_trainer("Weighting", trainer)
+        check_trainer(trainer)
 
 
 def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
@@ -364,4 +364,4 @@ def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"
     ):
-        check_trainer("Weighting", trainer)
+        check_trainer(trainer)

@@ -12,7 +12,6 @@ import torch
 from modules import samples
 from places import SUPPORT
 from starting import started
-from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.integration]
 
@@ -38,15 +37,9 @@ def test_both_processes_end_at_the_same_point(ends: Any, case: str) -> None:
 @pytest.mark.parametrize("case", ["plain", "touching", "soba"])
 def test_two_processes_are_one_on_the_joined_batches(ends: Any, tmp_path: Path, case: str) -> None:
     together = ends[case][0]
-    data = {"upper": samples(20, 1), "lower": samples(30, 2)}
-    joined = []
-    for mine, other in zip(*(end["seen"] for end in ends[case]), strict=True):
-        rows = {level: [*mine[level], *other[level]] for level in data}
-        assert all(len(set(numbers)) == 10 for numbers in rows.values())
-        joined.append({level: tuple(t[rows[level]] for t in data[level]) for level in data})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loader = DataLoader(joined, batch_size=None)  # type: ignore[arg-type]
+        loader = streaming_processes.joined(ends[case])
         alone = streaming_processes.run(case, tmp_path, loader, max_epochs=1)
     assert together["iterations"] == alone["iterations"] == 9
     for name, value in alone["state"].items():
@@ -79,4 +72,11 @@ def test_a_sick_batch_of_one_process_is_skipped_by_all(ends: Any) -> None:
 
 
 def test_the_certificate_says_whose_data_it_is_of(ends: Any) -> None:
-    assert "15 lower samples of process 0" in ends["plain"][0]["data"]
+    words = "all data (20 upper and 30 lower samples of 2 processes), in eval mode"
+    assert all(end["data"].startswith(words) for end in ends["plain"])
+
+
+def test_what_the_samplers_repeat_is_said(ends: Any) -> None:
+    """Of 31 samples two processes have 16 each."""
+    words = "20 upper and 32 lower samples of 2 processes, 1 of them twice so that"
+    assert words in ends["odd"][0]["data"]

@@ -42,6 +42,14 @@ def test_limits_count_outer_iterations(tmp_path: Any, limits: dict[str, Any], st
     assert module.last_step.iteration == steps
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 0}, {"max_epochs": 0}])
+def test_a_run_of_no_steps_is_one(tmp_path: Any, limits: dict[str, Any]) -> None:
+    module, run = Weighting(), trainer(tmp_path, **limits)
+    run.fit(module, datamodule=weighting_data())
+    assert run.global_step == 0
+    assert module.last_step is None
+
+
 def test_max_time_ends_a_run(tmp_path: Any) -> None:
     run = trainer(tmp_path, max_time={"milliseconds": 200})
     run.fit(Weighting(), datamodule=weighting_data(epoch_length=10))

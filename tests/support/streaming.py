@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from modules import samples
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -79,6 +80,16 @@ def loaders(*, upper: int = 5, lower: int = 10, **options: Any) -> dict[str, Dat
     """4 batches of the upper level and 3 of the lower one, in random order."""
     options = {"shuffle": True, **options}
     return {"upper": loader(20, 1, upper, **options), "lower": loader(30, 2, lower, **options)}
+
+
+class StreamedData(LightningDataModule):
+    """The loaders of a user's own data module."""
+
+    def train_dataloader(self) -> Any:
+        return loaders()
+
+    def val_dataloader(self) -> Any:
+        return loader(20, 3, 20)
 
 
 class Endless(IterableDataset[Any]):

@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from streaming import ADAMW, STREAMED, Streamed, Touching, loader
+from modules import samples
+from streaming import ADAMW, SGD, STREAMED, Streamed, Touching, loader
+from torch.utils.data import DataLoader
 
-from lightning_bilevel import F2SA, SOBA, CertificateReport, Envelope, KKTMonitor, TableRMS
+from lightning_bilevel import (
+    F2SA,
+    SOBA,
+    CertificateReport,
+    Envelope,
+    KKTMonitor,
+    StreamingIVSP,
+    TableRMS,
+)
 
 TABLE = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=ADAMW)
+IVSP = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
 ENVELOPE = Envelope(0.1, 1.0, 1e-3)
 PLAIN = {"norm": False, "dropout": 0.0, "envelope": ENVELOPE}
 
@@ -60,19 +72,37 @@ class Sick(Streamed):
         return value * float("nan") if sick else value
 
 
+def count_of(case: str) -> int:
+    """The number of lower samples."""
+    return 31 if case == "odd" else 30
+
+
 def module_of(case: str) -> Any:
-    if case == "plain":
-        return Streamed(**PLAIN)
+    if case in ("plain", "odd"):
+        return Streamed(count_of(case), **PLAIN)
     if case == "touching":
         return Touching(solver=TABLE, **PLAIN)
     if case == "soba":
         return Streamed(solver=partial(SOBA, alpha=1.0, beta=0.2, lower_optimizer=ADAMW), **PLAIN)
+    if case == "streaming ivsp":
+        return Streamed(solver=IVSP, norm=False, dropout=0.0)
     if case == "sick":
         return Sick(**PLAIN)
     return Streamed(solver=STREAMED, envelope=ENVELOPE)
 
 
-CASES = ("plain", "touching", "sick", "normed", "soba")
+CASES = ("plain", "touching", "sick", "normed", "soba", "odd")
+
+
+def joined(ends: Sequence[dict[str, Any]]) -> DataLoader[Any]:
+    """The batches that all processes have seen in each step, as one batch each."""
+    data = {"upper": samples(20, 1), "lower": samples(30, 2)}
+    batches = []
+    for parts in zip(*(end["seen"] for end in ends), strict=True):
+        rows = {level: [row for part in parts for row in part[level]] for level in data}
+        assert all(len(set(numbers)) == 10 for numbers in rows.values())
+        batches.append({level: tuple(t[rows[level]] for t in data[level]) for level in data})
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 def run(case: str, folder: Path, data: Any = None, **options: Any) -> dict[str, Any]:
@@ -80,7 +110,7 @@ def run(case: str, folder: Path, data: Any = None, **options: Any) -> dict[str, 
     torch.manual_seed(1)
     module = module_of(case)
     if data is None:
-        data = {"upper": loader(20, 1, 5), "lower": loader(30, 2, 5, shuffle=True)}
+        data = {"upper": loader(20, 1, 5), "lower": loader(count_of(case), 2, 5, shuffle=True)}
     steps = Steps()
     callbacks: list[Any] = [steps]
     if case == "normed":

@@ -1,0 +1,181 @@
+"""What a process saves when there are two: processor time, memory, and what they tell each other.
+
+Exact mode: IVSP on 4,000 + 4,000 random images of MNIST's size. Mini-batches: StreamingIVSP with
+AdamW, 512 samples of each level in a step, however many processes share them. The samples are
+random, because only time and memory count. In float32 a line search may go another way with two
+processes, so that exact mode is compared by the pass.
+
+Run: OMP_NUM_THREADS=1 python -m benchmarks.past_one_machine
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.memory import peak_bytes
+from lightning_bilevel import (
+    F2SA,
+    IVSP,
+    BilevelProblem,
+    FullBatchDataModule,
+    HyperCleaning,
+    StreamingIVSP,
+    TableRMS,
+)
+from lightning_bilevel.modules.networks import MLP
+
+SAMPLES = 4000
+JOINT_BATCH = 512
+STEPS = {"exact": 12, "mini-batches": 30}
+WARM = 4
+
+
+class Cost(Callback):
+    """Counts processor time, passes and sums over processes, from the fifth step on."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, int, int]] = []
+        self.numbers = 0
+        self._sum = torch.distributed.all_reduce
+
+    def on_fit_start(self, *args: Any) -> None:
+        def counting(tensor: Any, *given: Any, **options: Any) -> Any:
+            self.numbers += tensor.numel() * tensor.element_size()
+            return self._sum(tensor, *given, **options)
+
+        torch.distributed.all_reduce = counting
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.marks.append((time.process_time(), pl_module.last_step.passes, self.numbers))
+
+    def result(self) -> dict[str, float]:
+        (t0, p0, n0), (t1, p1, n1) = self.marks[WARM], self.marks[-1]
+        steps = len(self.marks) - 1 - WARM
+        return {
+            "ms per step": 1e3 * (t1 - t0) / steps,
+            "passes per step": (p1 - p0) / steps,
+            "ms per pass": 1e3 * (t1 - t0) / (p1 - p0),
+            "MB summed per step": (n1 - n0) / steps / 1e6,
+        }
+
+
+def samples(seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(SAMPLES, 784, generator=generator)
+    return images, torch.randint(10, (SAMPLES,), generator=generator), torch.arange(SAMPLES)
+
+
+def most_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(mode: str, hidden: int, processes: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    streaming = partial(
+        StreamingIVSP,
+        upper_optimizer=partial(TableRMS, lr=3.0),
+        lower_optimizer=partial(torch.optim.AdamW, lr=1e-4),
+    )
+    exact = partial(IVSP, rho=0.05, sigma=1.0, L_init=1.0)
+    module = HyperCleaning(
+        n_train=SAMPLES,
+        classifier=MLP(inputs=784, hidden=hidden),
+        weighted_mean=False,
+        solver=exact if mode == "exact" else streaming,
+    )
+    upper, lower = samples(1)[:2], samples(2)
+    data: Any = FullBatchDataModule(upper, lower)
+    if mode == "mini-batches":
+        size = JOINT_BATCH // processes
+        data = {
+            level: DataLoader(TensorDataset(*part), size, shuffle=True, drop_last=True)
+            for level, part in (("upper", upper), ("lower", lower))
+        }
+    cost = Cost()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=STEPS[mode],
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[cost],
+        **({"strategy": "ddp", "devices": processes} if processes > 1 else {}),
+    )
+    before = most_memory()
+    trainer.fit(module, data)
+    return {**cost.result(), "MB more than before": most_memory() - before}
+
+
+def vectors(make: Any, count: int = 10_000_000) -> float:
+    """Count the vectors of y that a process holds in a step on mini-batches, y itself included.
+
+    The network is linear and the batch one sample, so nothing but weights takes memory.
+    """
+    held: list[Any] = []
+
+    def prepare() -> None:
+        x = torch.nn.Parameter(torch.zeros(1))
+        y = torch.nn.Parameter(torch.zeros(count))
+        groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
+        upper = partial(torch.optim.SGD, lr=0.1)
+        held.extend([x, y, make(groups, upper_optimizer=upper)])
+        work()
+        work()
+
+    def work() -> None:
+        held[2].step(problem=problem)
+
+    problem = BilevelProblem(
+        lambda x, y: (y[0] - 1) ** 2, lambda x, y: (y[0] - x[0]) ** 2, mini_batch=True
+    )
+    return peak_bytes(work, prepare) / (4 * count)
+
+
+def main() -> None:
+    adamw = partial(torch.optim.AdamW, lr=1e-4)
+    momentum = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+    for method in (StreamingIVSP, F2SA):
+        for below in (adamw, momentum):
+            counted = vectors(partial(method, lower_optimizer=below))
+            print(f"{method.__name__}, {below.func.__name__}: {counted:.1f} vectors of y")
+    rows = []
+    for mode in STEPS:
+        for hidden in (128, 1024):
+            for processes in (1, 2):
+                with tempfile.TemporaryDirectory() as folder:
+                    out = Path(folder, "out.json")
+                    call = [mode, str(hidden), str(processes), str(out)]
+                    # A process of its own, because the most memory is that of a whole life.
+                    command = [sys.executable, "-m", "benchmarks.past_one_machine", *call]
+                    subprocess.run(command, check=True, capture_output=True)
+                    rows.append((mode, hidden, processes, json.loads(out.read_text())))
+                print(*rows[-1][:3], {k: round(v, 3) for k, v in rows[-1][3].items()}, flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    else:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        mode, hidden, processes, out = sys.argv[1:]
+        found = measure(mode, int(hidden), int(processes))
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            Path(out).write_text(json.dumps(found))

@@ -1,0 +1,52 @@
+"""Modules, solvers and optimisers from a Hydra config: the snippet of the documentation."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from places import ROOT
+
+from lightning_bilevel import F2SA, MEHA
+
+hydra = pytest.importorskip("hydra.utils", reason="Hydra is not installed")
+omegaconf = pytest.importorskip("omegaconf")
+pytestmark = pytest.mark.compatibility
+
+
+def snippet() -> dict[str, Any]:
+    page = (ROOT / "docs" / "lightning.md").read_text()
+    (block,) = [b.split("```")[0] for b in page.split("```yaml\n")[1:] if "_partial_" in b]
+    found: dict[str, Any] = yaml.safe_load(block)
+    return found
+
+
+def test_the_snippet_of_the_documentation_trains(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    config = snippet()
+    config["trainer"] |= {"max_steps": 2, "default_root_dir": str(tmp_path), "logger": False}
+    config["trainer"] |= {"enable_progress_bar": False, "enable_model_summary": False}
+    made = hydra.instantiate(omegaconf.OmegaConf.create(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.trainer.fit(made.model, datamodule=made.data)
+    assert made.model.last_step.iteration == 2
+    (solver,) = made.trainer.optimizers
+    assert isinstance(solver, F2SA)
+    assert solver.param_groups[1]["lr"] == config["model"]["solver"]["lower_optimizer"]["lr"]
+
+
+def test_a_pair_is_a_list_in_yaml() -> None:
+    import torch
+
+    config = {"_target_": "lightning_bilevel.MEHA", "_partial_": True, "alpha": [0.01, 0.0]}
+    make = hydra.instantiate(omegaconf.OmegaConf.create(config))
+    levels = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "level": level}
+        for level in ("upper", "lower")
+    ]
+    pair = MEHA(levels, alpha=(0.01, 0.0)).param_groups[0]["alpha"]
+    assert make(levels).param_groups[0]["alpha"] == pair
