@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-pytest.importorskip("sklearn")
-
 from benchmarks import __main__ as command
 from benchmarks import (
     accuracy,

@@ -205,7 +205,6 @@ def test_digits_are_cleaned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newcomer's command."""
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     fit(tmp_path, *quiet, config=CONFIGS / "digits" / "ivsp.yaml")
