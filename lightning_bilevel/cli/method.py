@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_bilevel.baselines.cleaning_report import CleaningReport
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli.app import BilevelCLI
@@ -69,7 +70,7 @@ class Method(BilevelCLI):
 
     @override
     def callbacks(self, named: list[Callback]) -> list[Callback]:
-        removed = (CertificateReport, Checkpoint, Monitor, ProgressBar)
+        removed = (CertificateReport, Checkpoint, CleaningReport, Monitor, ProgressBar)
         return [*(callback for callback in named if not isinstance(callback, removed)), *self.added]
 
 

@@ -47,10 +47,9 @@ def test_the_commands_that_it_names_run(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit) as stop:
             main([*args, *([] if "--print_config" in args else ["--print_config"])])
         assert stop.value.code == 0
-        assert (
-            yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
-            == "lightning_bilevel.SineProblem"
-        )
+        model = yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+        expected = {"digits/ivsp_default": "HyperCleaning", "synthetic/ivsp": "SineProblem"}
+        assert model == f"lightning_bilevel.{expected[args[2]]}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +68,7 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
     assert {task.name for task in TASKS} == folders
     told = "\n".join(lines)
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
-    assert "  digits has aid, darts, f2ba, hjfbio, itd, soba too" in lines
+    assert "  digits has aid, darts, f2ba, hjfbio, itd, ivsp_default, soba too" in lines
     assert "  mnist has ivsp_cleaning too" in lines
     assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
     for task in TASKS:
