@@ -58,6 +58,7 @@ class Method(BilevelCLI):
         args = [
             "--config",
             str(out / config.name / "config.yaml"),
+            "--budget=null",  # that of the comparison counts
             *(f"--trainer.{name}={value}" for name, value in options.items()),
         ]
         with warnings.catch_warnings():

@@ -74,7 +74,7 @@ def check_gradients(trainer: Any, solver: BilevelOptimizer) -> None:
 
 
 def check_trainer(call: str, trainer: Any) -> None:
-    """Refuse strategies and callbacks that do not work with a bilevel run.
+    """Refuse strategies, devices and callbacks that do not work with a bilevel run.
 
     Args:
         call: The name of the module, for messages.
@@ -90,6 +90,11 @@ def check_trainer(call: str, trainer: Any) -> None:
             "line search and Moreau gap need whole vectors x and y, which this strategy cuts into "
             'pieces. `strategy="ddp"` splits the data instead, and `Chunks` evaluates a batch '
             "that is larger than memory."
+        )
+    if trainer.strategy.root_device.type == "mps":
+        raise MisconfigurationException(
+            "`Trainer(accelerator='mps')` is not supported: norms and gaps are summed in float64, "
+            "which this device does not have. Use `accelerator='cpu'`."
         )
     for callback in trainer.callbacks:
         why = _why_not(callback)

@@ -78,6 +78,21 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
         assert task.data.startswith("none") != downloads, task.name
 
 
+@pytest.mark.parametrize("task", [task.name for task in TASKS])
+def test_a_gpu_is_used_where_there_is_one_and_the_papers_budget_is_a_flag_away(task: str) -> None:
+    """The problem in float64 stays on the CPU; a ready config never takes more than one GPU."""
+    budget = {"synthetic": "1s", "mnist": "60s", "fashion_mnist": "60s", "omniglot": "600s"}
+    for path in (folder() / task).glob("*.yaml"):
+        settings = yaml.safe_load(path.read_text())["trainer"]
+        if task == "synthetic":
+            assert (settings["accelerator"], settings["precision"]) == ("cpu", "64-true")
+        else:
+            assert (settings["accelerator"], settings["devices"]) == ("auto", 1)
+            assert "precision" not in settings
+        if "the paper's settings" in path.read_text():
+            assert f"`--budget {budget[task]}`" in path.read_text(), path
+
+
 @pytest.mark.parametrize(
     "name",
     [
