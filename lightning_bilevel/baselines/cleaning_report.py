@@ -28,22 +28,21 @@ class CleaningReport(Callback):
 
     The first row of the table is the run, below it are those of
     :func:`~lightning_bilevel.baselines.cleaning.cleaning_baselines` on the same samples, with the
-    same network. The contact sheet, ``suspicious.png`` in the folder of the run, has the training
-    images of lowest weight. A run that ends early by a fault or Ctrl-C has neither.
+    same network and the seed of the data. The contact sheet, ``suspicious.png`` in the folder of
+    the run, has the training images of lowest weight. A run that ends early by a fault or Ctrl-C
+    has neither.
 
     Args:
         count: The number of images on the contact sheet.
-        seed: Decides the start of each network of the table and the order of its samples.
 
     Attributes:
         rows: The rows of the table, once fit has ended.
     """
 
-    def __init__(self, count: int = 32, seed: int = 0) -> None:
+    def __init__(self, count: int = 32) -> None:
         if count < 1:
             raise ValueError(f"`CleaningReport(count={count})` must be at least 1.")
         self.count = count
-        self.seed = seed
         self.rows: list[Baseline] = []
 
     @override
@@ -65,7 +64,7 @@ class CleaningReport(Callback):
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         print("\nSimple methods on the same samples ...", flush=True)
-        simple = cleaning_baselines(data, self.seed, pl_module.fresh_classifier)
+        simple = cleaning_baselines(data, data.seed, pl_module.fresh_classifier)
         names = dict.fromkeys(name for row in simple for name in row.metrics)
         found = {
             name: float(trainer.callback_metrics[name])
