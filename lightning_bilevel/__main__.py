@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+import warnings
 from argparse import ArgumentError
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -55,6 +56,8 @@ def main(args: list[str] | None = None) -> None:
     else:
         args = catalogue.with_ready_configs(args)
     given = sys.argv[1:] if args is None else args
+    # Lightning's own, for its maintainers.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     if given in ([], ["-h"], ["--help"]):
         print(OVERVIEW, end="")
         return

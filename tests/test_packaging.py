@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 
+import yaml
 from places import ROOT
 
 import lightning_bilevel
@@ -97,6 +98,31 @@ def test_the_version_has_one_place() -> None:
     assert [path.name for path in places] == ["version.py"]
     assert 'attr = "lightning_bilevel.version.__version__"' in PROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_bilevel.__version__)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == lightning_bilevel.__version__
+    assert citation["license"] == re.findall(r'^license = "(.*)"$', PROJECT, re.MULTILINE)[0]
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Dated, and the latest of them; what comes later stands above it."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert released[0][0] == lightning_bilevel.__version__
+
+
+def test_the_documentation_is_built_as_in_ci() -> None:
+    settings = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
+    assert (ROOT / settings["sphinx"]["configuration"]).is_file()
+    assert settings["sphinx"]["fail_on_warning"]
+    (install,) = settings["python"]["install"]
+    assert (install["path"], install["extra_requirements"]) == (".", ["docs"])
+
+
+def test_no_address_is_named_before_it_exists() -> None:
+    assert "[project.urls]" not in PROJECT
 
 
 def test_the_package_is_typed() -> None:

@@ -12,6 +12,8 @@ import pytest
 from package import public_names
 from places import ROOT
 
+import lightning_bilevel
+from lightning_bilevel import BilevelOptimizer
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.app import BilevelCLI
@@ -52,6 +54,7 @@ def test_python_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_readme_ends_with_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     declared, *modes = blocks(PAGES["README.md"], "python")
     assert len(declared.split("class Cleaner")[1].split("\n\n\n")[0].splitlines()) <= 20
     namespace: dict[str, Any] = {"__name__": "readme"}
@@ -123,6 +126,33 @@ def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)\s#]+)", PAGES[page])
     missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
     assert missing == []
+
+
+def test_the_matrix_has_every_method_in_the_modes_that_it_runs_in() -> None:
+    text = PAGES["docs/solvers/matrix.md"]
+    modes = re.findall(r"^\| `(\w+)` ((?:\| (?:yes|no) ){4})\|$", text, re.MULTILINE)
+    said = {name: tuple(cells.strip("| ").split(" | ")) for name, cells in modes}
+    kinds = [getattr(lightning_bilevel, name) for name in public_names()]
+    solvers = {
+        kind.__name__: kind
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, BilevelOptimizer)
+    }
+    solvers.pop("BilevelOptimizer")
+    held = {
+        name: (
+            name != "StreamingIVSP",  # which refuses them
+            kind.stochastic,
+            kind.weights is not BilevelOptimizer.weights,
+            kind.constrained,
+        )
+        for name, kind in solvers.items()
+    }
+    assert said == {
+        name: tuple("yes" if cell else "no" for cell in cells) for name, cells in held.items()
+    }
+    tasks = re.findall(r"^\| `(\w+)` (?:\| [^|]+ ){5}\|$", text, re.MULTILINE)
+    assert tasks == list(said)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
