@@ -8,6 +8,7 @@
 
 # %%
 import sys
+import textwrap
 from functools import partial
 
 from lightning.pytorch import Callback, Trainer
@@ -64,7 +65,7 @@ print(f"errors against the known solution: {module.errors()}")
 # %%
 certificate = module.certify(tolerance=1e-9)
 print(certificate)
-print(reading(certificate))
+print(textwrap.fill(reading(certificate), 100))
 
 # %% [markdown]
 # ## See how it got there
