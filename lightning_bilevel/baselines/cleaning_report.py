@@ -74,6 +74,8 @@ class CleaningReport(Callback):
         spent = pl_module.last_step.optimization_time
         self.rows = [Baseline(type(solver_of(trainer)).__name__, found, spent), *simple]
         print(_table(self.rows, list(names)))
+        if "auroc" in names:
+            print("AUROC: how well a method ranks the wrong labels before the right ones.")
         if len(data.image_shape) == 3:
             print(self._sheet(folder / "suspicious.png", pl_module, data))
 

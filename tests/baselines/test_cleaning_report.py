@@ -66,6 +66,7 @@ def test_the_run_stands_above_the_simple_methods(
     for row in report.rows:
         (line,) = [line for line in printed.splitlines() if line.startswith(f"{row.name} ")]
         assert f"{row.metrics['test_error']:.3f}" in line
+    assert "AUROC: how well a method ranks the wrong labels" in printed
     assert source.corrupted is not None
     wrong = int(source.corrupted[ours.suspicious(5)].sum())
     sheet = tmp_path / "suspicious.png"
