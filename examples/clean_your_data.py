@@ -85,7 +85,7 @@ with Path("suspicious.csv").open("w", newline="") as file:
         writer.writerow([path, int(labels[i]), int(predicted[i]), weight])
 figure, axes = plt.subplots(4, 8, figsize=(9, 5.5), layout="constrained")
 for axis, i in zip(axes.flat, module.suspicious(32).tolist(), strict=True):
-    axis.imshow(images[i, 0], cmap="gray_r")
+    axis.imshow(images[i, 0].numpy(), cmap="gray_r")
     axis.set_title(f"{labels[i]} → {predicted[i]}", fontsize=9)
     axis.set_axis_off()
 figure.suptitle("lowest weights: given label → predicted label", fontsize=10)
