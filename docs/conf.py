@@ -10,7 +10,7 @@ author = "the lightning-bilevel authors"
 version = release = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
@@ -22,6 +22,8 @@ extensions = [
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
+nb_execution_mode = "off"  # notebooks have their outputs: docs/make_notebooks.py
+nb_merge_streams = True
 
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_ivar = True
@@ -35,6 +37,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 
 html_theme = "furo"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
 html_title = f"lightning-bilevel {__version__}"
 
 

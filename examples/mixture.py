@@ -1,13 +1,15 @@
-"""Data mixture: learn how much of each text source to train a language model on.
+# %% [markdown]
+# # Mix sources of text
+#
+# Learn how much of each source to train a language model on. The target is Python code. The sources
+# are code, code with a part of each row's characters shuffled, English prose and random characters,
+# all from the text that comes with Python. Above are the weights of the sources, judged on 128
+# trusted rows of code; below is a small transformer. AdamW steps both levels on mini-batches, the
+# loaders are ordinary ones.
+#
+# Run: `python examples/mixture.py`
 
-The target is Python code. The sources are code, code with a part of each row's characters shuffled,
-English prose and random characters, all from the text that comes with Python. Above are the weights
-of the sources, judged on 128 trusted rows of code; below is a small transformer. AdamW steps both
-levels, the loaders are ordinary ones.
-
-Run: python examples/mixture.py
-"""
-
+# %%
 from __future__ import annotations
 
 import sys
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from matplotlib.figure import Figure
+from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -34,6 +36,13 @@ SOURCES = {
 }
 
 
+# %% [markdown]
+# ## The model
+#
+# Any module and any loss per row.
+
+
+# %%
 class Transformer(nn.Module):
     """Two layers of width 64 that predict the next character."""
 
@@ -60,6 +69,13 @@ def loader(rows: Tensor, *more: Tensor, shuffle: bool = True) -> DataLoader[Any]
     return DataLoader(TensorDataset(rows[:, :-1], rows[:, 1:], *more), 16, shuffle=shuffle)
 
 
+# %% [markdown]
+# ## A run
+#
+# `Reweighting` has the model below and the weights above. A callback keeps the shares.
+
+
+# %%
 class Shares(Callback):
     """Keeps the share of each source at each step."""
 
@@ -89,11 +105,18 @@ def learned(solver: Any, text: TextSources, steps: int) -> list[list[float]]:
     return shares.seen
 
 
+# %% [markdown]
+# ## Two, four and eight sources
+
+
+# %%
 def main(short: bool = False, out: Path = Path("mixture.png")) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {}
     counts = (2,) if short else (2, 4, 8)
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axis, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+    figure, axes = plt.subplots(
+        1, len(counts), figsize=(9, 3.2), layout="constrained", squeeze=False
+    )
+    for axis, count in zip(axes[0], counts, strict=True):
         text = TextSources(SOURCES[count], seed=0)
         for solver, steps, style in ((StreamingIVSP, 250, "--"), (F2SA, 200, "-")):
             torch.manual_seed(0)

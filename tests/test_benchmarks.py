@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-pytest.importorskip("sklearn")
-
 from benchmarks import __main__ as command
 from benchmarks import (
     accuracy,
@@ -319,6 +317,29 @@ def test_the_figure_of_trusted_samples_has_a_bar_for_each_method(tmp_path: Path)
     results = tmp_path / "results.jsonl"
     results.write_text("\n".join(["a line of Lightning", *map(json.dumps, rows)]))
     trusted_figure.main([str(results), "--out", str(tmp_path / "trusted.png")])
+    assert (tmp_path / "trusted.png").stat().st_size > 5000
+
+
+def test_the_figure_of_trusted_samples_makes_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every method once on both data sets, F2SA with its own multiplier."""
+    made = []
+
+    def prints(call: list[str]) -> None:
+        given = dict(zip(call[::2], call[1::2], strict=False))
+        made.append((given["--data"], given["--trusted"], "0.05" in call))
+        for method in call[call.index("--methods") + 1 :]:
+            if method in trusted_figure.NAMES:
+                print(json.dumps({"data": given["--data"], "method": method, "test_error": 0.1}))
+
+    monkeypatch.setattr(trusted_figure.trusted, "main", prints)
+    trusted_figure.main(["--out", str(tmp_path / "trusted.png")])
+    assert made == [
+        (data, "1000", own) for data in ("mnist", "fashion_mnist") for own in (False, True)
+    ]
+    rows = list(map(json.loads, (tmp_path / "trusted.jsonl").read_text().splitlines()))
+    assert sorted(row["method"] for row in rows) == sorted(2 * list(trusted_figure.NAMES))
     assert (tmp_path / "trusted.png").stat().st_size > 5000
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import ast
 import csv
 import importlib
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jupytext
+import nbformat
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -27,27 +33,62 @@ NAMES = [
     "fabric",
     "walkthrough",
 ]
+# Those that are notebooks, too; docs/make_notebooks.py runs them.
+NOTEBOOKS = ["walkthrough", "clean_your_data", "regularisation", "mixture"]
 
 
 def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the example returns; it leaves one figure in the current folder."""
-    for needed in ("sklearn", "torchvision"):
-        pytest.importorskip(needed, reason="an example needs the extra `examples`")
     monkeypatch.chdir(tmp_path)
-    result = importlib.import_module(f"examples.{name}").main(short=True)
+    module = importlib.import_module(f"examples.{name}")
+    result = module.main(short=True)
     assert len(list(tmp_path.glob("*.png"))) == 1
     return result
+
+
+def run_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The names that a notebook has defined in the end; it leaves one figure."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--short"])
+    defined = SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py")))
+    plt.close("all")
+    assert len(list(tmp_path.glob("*.png"))) == 1
+    return defined
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 120
     assert f"python examples/{name}.py" in text
-    # A notebook starts with a cell of text.
-    assert ast.get_docstring(ast.parse(text)) or name == "walkthrough"
-    assert "def main(short: bool = False" in text
-    assert 'main(short="--short" in sys.argv)' in text
+    assert '"--short" in sys.argv' in text
+    if name in NOTEBOOKS:
+        assert len(text.splitlines()) <= 150
+        assert text.startswith("# %% [markdown]\n# # ")
+    else:
+        assert len(text.splitlines()) <= 120
+        assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_its_script_with_outputs(name: str) -> None:
+    """`python docs/make_notebooks.py` makes them anew."""
+    path = ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    script = jupytext.read(EXAMPLES / f"{name}.py")
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in script.cells
+    ]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert {output.output_type for output in outputs} == {"stream", "display_data"}
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    assert path.stat().st_size < 300_000
+
+
+def test_no_notebook_is_left_without_its_script() -> None:
+    made = [path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    assert sorted(made) == sorted(NOTEBOOKS)
 
 
 @pytest.mark.integration
@@ -60,7 +101,7 @@ def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.integration
 def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = run("clean_your_data", tmp_path, monkeypatch)
+    errors = run_cells("clean_your_data", tmp_path, monkeypatch).errors
     assert errors["kept samples and validation set"] < min(
         errors["all noisy labels"], errors["the clean validation set alone"] + 0.005
     )
@@ -97,7 +138,7 @@ def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.integration
 def test_regularisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run("regularisation", tmp_path, monkeypatch)
+    found = run_cells("regularisation", tmp_path, monkeypatch).found
     assert found["one per feature"] < found["one coefficient"]
     assert found["shuffled"] > found["real"] + 0.1
 
@@ -117,7 +158,7 @@ def test_simplex_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.integration
 def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = run("walkthrough", tmp_path, monkeypatch)
+    certificate = run_cells("walkthrough", tmp_path, monkeypatch).certificate
     assert certificate.stationarity < 0.1
     assert certificate.feasibility < 0.01
     assert certificate.own_multiplier

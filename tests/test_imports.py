@@ -39,6 +39,7 @@ PUBLIC = [
     "Chunks",
     "ClassWeights",
     "CleaningData",
+    "CleaningReport",
     "Condition",
     "ConstantAffineSegments",
     "ConvergencePlot",

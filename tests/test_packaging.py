@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 
+import yaml
 from places import ROOT
 
 import lightning_bilevel
@@ -28,6 +31,38 @@ def test_all_packages_are_installed() -> None:
         for path in (ROOT / "lightning_bilevel").rglob("__init__.py")
     }
     assert named == folders | {"lightning_bilevel.configs"}
+
+
+def test_a_plain_install_has_what_package_and_examples_import() -> None:
+    """Extras are for tests, documentation, loggers and rivals: every ready task does without."""
+    dependencies = PROJECT.split("\ndependencies = [")[1].split("\n]")[0]
+    plain = set(re.findall(r'^  "([\w-]+)', dependencies, re.MULTILINE))
+    called = {"scikit-learn": "sklearn", "PyYAML": "yaml", "typing-extensions": "typing_extensions"}
+    # numpy and pillow come with torchvision; who has cleanlab gets a baseline more.
+    allowed = {called.get(name, name) for name in plain} | {"numpy", "PIL", "cleanlab"}
+    here = {"lightning_bilevel", "examples", *sys.stdlib_module_names}
+    files = [*(ROOT / "lightning_bilevel").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    imported = {
+        name.split(".")[0]
+        for path in files
+        if path.stem != "anil_learn2learn"  # has an extra of its own
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert {"sklearn", "torchvision"} <= imported
+    assert imported - here <= allowed
+
+
+def test_the_extras() -> None:
+    extras = PROJECT.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    names = re.findall(r"^(\w+) = ", extras, re.MULTILINE)
+    assert set(names) == {"test", "docs", "lint", "benchmarks", "learn2learn", "loggers"}
 
 
 def test_the_oldest_versions_are_the_lower_bounds() -> None:
@@ -63,6 +98,24 @@ def test_the_version_has_one_place() -> None:
     assert [path.name for path in places] == ["version.py"]
     assert 'attr = "lightning_bilevel.version.__version__"' in PROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_bilevel.__version__)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == lightning_bilevel.__version__
+    assert citation["license"] == re.findall(r'^license = "(.*)"$', PROJECT, re.MULTILINE)[0]
+
+
+def test_the_documentation_is_built_as_in_ci() -> None:
+    settings = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
+    assert (ROOT / settings["sphinx"]["configuration"]).is_file()
+    assert settings["sphinx"]["fail_on_warning"]
+    (install,) = settings["python"]["install"]
+    assert (install["path"], install["extra_requirements"]) == (".", ["docs"])
+
+
+def test_no_address_is_named_before_it_exists() -> None:
+    assert "[project.urls]" not in PROJECT
 
 
 def test_the_package_is_typed() -> None:

@@ -18,7 +18,7 @@ from lightning_bilevel.data.cleaning import CleaningData
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import sigmoid_network
 
-__all__ = ["cleaning_baselines"]
+__all__ = ["check_data", "cleaning_baselines"]
 
 _BATCH = 100
 # Epochs on labels that are held to be right, and on noisy ones, which are learned by heart later.
@@ -65,12 +65,13 @@ def cleaning_baselines(
         classifier: Makes a fresh classifier; None is that of
             :class:`~lightning_bilevel.modules.hypercleaning.HyperCleaning`, with 32 hidden units.
     """
-    _check(data)
+    check_data(data)
     network = classifier or (lambda: sigmoid_network(prod(data.image_shape), 32, data.classes))
     return _Methods(data, network).rows(seed)
 
 
-def _check(data: CleaningData) -> None:
+def check_data(data: CleaningData) -> None:
+    """Refuse what :func:`cleaning_baselines` has nothing to measure on."""
     if not isinstance(data, CleaningData):
         raise TypeError(
             f"`cleaning_baselines(data=...)` was given a {type(data).__name__}: it must be a "

@@ -9,6 +9,7 @@ from typing import Any, cast
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
@@ -25,6 +26,7 @@ from lightning_bilevel.callbacks.convergence_plot import ConvergencePlot
 from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
 from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
+from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
 from lightning_bilevel.callbacks.penalty_monitor import PenaltyMonitor
 from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
 from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
@@ -39,6 +41,11 @@ __all__ = ["BilevelCLI"]
 
 # The commands that neither train nor write files.
 _READ_ONLY = ("certify", "probe")
+
+
+def _only_mps() -> bool:
+    """Whether Lightning's automatic choice is a device without float64, which `fit` refuses."""
+    return MPSAccelerator.is_available() and not CUDAAccelerator.is_available()
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -153,6 +160,12 @@ class BilevelCLI(LightningCLI):
         # another one.
         parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
         parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
+        parser.add_argument(
+            "--budget",
+            type=str | None,
+            help="end fit after this optimisation time, such as 60s or 10m, instead of after "
+            "`max_epochs` and `max_steps`",
+        )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -170,6 +183,8 @@ class BilevelCLI(LightningCLI):
         configured = [self._settings.get(key) for key in ("moreau_gap", "certificate")]
         if self.subcommand in _READ_ONLY:
             return [callback for callback in configured if isinstance(callback, CertificateReport)]
+        if self._budget is not None:
+            named = [*named, OptimizationBudget(self._budget)]
         monitors = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
         skipped = {type(None), *map(type, named)}
         return [*named, *(callback for callback in monitors if type(callback) not in skipped)]
@@ -178,8 +193,12 @@ class BilevelCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self._settings["trainer"]["callbacks"] or []
         named = list(given) if isinstance(given, list) else [given]
+        if self._budget is not None:
+            kwargs |= {"max_epochs": -1, "max_steps": -1}
         if self.subcommand in _READ_ONLY:
             kwargs |= WITHOUT_STEPS
+        if self._settings["trainer"]["accelerator"] == "auto" and _only_mps():
+            kwargs["accelerator"] = "cpu"
         try:
             trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
             if self.subcommand not in _READ_ONLY:
@@ -199,6 +218,12 @@ class BilevelCLI(LightningCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer
+
+    @property
+    def _budget(self) -> str | None:
+        """The optimisation time after which fit ends, if one is given."""
+        budget: str | None = self._settings.get("budget")
+        return budget
 
     @property
     def _settings(self) -> Any:

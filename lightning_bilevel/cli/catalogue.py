@@ -21,7 +21,7 @@ class Task(NamedTuple):
     Attributes:
         name: The name of the folder, within that of the ready configs.
         about: A description of the problem.
-        data: The data and packages that it needs besides the library.
+        data: The data that it needs besides the library.
         time: The duration of a fit with IVSP (StreamingIVSP) on one or two CPU cores.
     """
 
@@ -43,7 +43,7 @@ def _trusted(data: str, things: str, needs: str) -> list[Task]:
         Task(
             f"{_TRUSTED}{data}_{name}",
             words,
-            f"{needs}, 53 MB, extra [examples]",
+            f"{needs}, 53 MB",
             "half a minute",
         )
         for name, words in about.items()
@@ -52,36 +52,36 @@ def _trusted(data: str, things: str, needs: str) -> list[Task]:
 
 TASKS = (
     Task("synthetic", "a nonconvex lower level with a known solution", "none", "seconds"),
-    Task("digits", "find wrong labels among 600 digits", "none, extra [examples]", "seconds"),
+    Task("digits", "find wrong labels among 600 digits", "none", "seconds"),
     Task("glyphs", "few-shot learning of drawn characters", "none", "1 to 2 minutes"),
     Task(
         "mnist",
         "find wrong labels among 5,000 digits",
-        "MNIST, 53 MB, extra [examples]",
+        "MNIST, 53 MB",
         "about a minute",
     ),
     Task(
         "fashion_mnist",
         "find wrong labels among 5,000 garments",
-        "FashionMNIST, 53 MB, extra [examples]",
+        "FashionMNIST, 53 MB",
         "about a minute",
     ),
     Task(
         "digits_mini_batches",
         "1,000 digits, 100 trusted, mini-batches",
-        "none, extra [examples]",
+        "none",
         "half a minute",
     ),
     Task(
         "mnist_mini_batches",
         "59,000 digits, 100 trusted, mini-batches",
-        "MNIST, 53 MB, extra [examples]",
+        "MNIST, 53 MB",
         "half a minute",
     ),
     Task(
         "fashion_mnist_mini_batches",
         "59,000 garments, 100 trusted, mini-batches",
-        "FashionMNIST, 53 MB, extra [examples]",
+        "FashionMNIST, 53 MB",
         "half a minute",
     ),
     *_trusted("mnist", "digits", "MNIST"),
@@ -89,13 +89,13 @@ TASKS = (
     Task(
         "omniglot_cpu",
         "few-shot learning, a size for two CPU cores",
-        "Omniglot, 14 MB, extra [examples]",
+        "Omniglot, 14 MB",
         "5 minutes",
     ),
     Task(
         "omniglot",
         "few-shot learning, the paper's size",
-        "Omniglot, 14 MB, extra [examples]",
+        "Omniglot, 14 MB",
         "an hour, or a GPU",
     ),
     Task(
@@ -107,7 +107,7 @@ TASKS = (
     Task(
         "omniglot_mini_batches",
         "few-shot learning on fresh episodes",
-        "Omniglot, 14 MB, extra [examples]",
+        "Omniglot, 14 MB",
         "1 to 2 minutes",
     ),
 )

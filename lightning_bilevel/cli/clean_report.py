@@ -15,6 +15,7 @@ from lightning_bilevel.cli.clean_rows import LENIENT, OURS, Cleaned, Recommendat
 from lightning_bilevel.data.own import OwnData
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.modules.figures import draw_samples
+from lightning_bilevel.table import columns
 
 __all__ = ["Suspects", "advice", "errors", "top_rows", "write"]
 
@@ -105,7 +106,7 @@ def _short(word: str) -> str:
 
 def top_rows(suspects: Suspects) -> str:
     """Return the first rows as a table."""
-    return _table([_COLUMNS, *suspects.rows[:_TOP]], left=3)
+    return columns([_COLUMNS, *suspects.rows[:_TOP]], left=3)
 
 
 def errors(
@@ -125,7 +126,7 @@ def errors(
         mark = "recommended" if name == recommended else ""
         error = f"{mean:.3f} ± {standard_error(wrong[name]):.3f}"
         lines.append((name, error, f"{row.used:,} of {len(row.kept):,}", mark))
-    return _table(lines, left=1)
+    return columns(lines, left=1)
 
 
 def advice(found: Recommendation, out: Path) -> str:
@@ -151,17 +152,3 @@ def advice(found: Recommendation, out: Path) -> str:
         f"{text}\n{out} ranks by the network of that row: suspicion is one minus its probability "
         f"of the given label. kept: {kept}. weight: the learned one."
     )
-
-
-def _table(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Lay out rows in columns, the first ``left`` of them aligned to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < left or i == len(row) - 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)

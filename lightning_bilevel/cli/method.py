@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_bilevel.baselines.cleaning_report import CleaningReport
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli.app import BilevelCLI
@@ -57,6 +58,7 @@ class Method(BilevelCLI):
         args = [
             "--config",
             str(out / config.name / "config.yaml"),
+            "--budget=null",  # that of the comparison counts
             *(f"--trainer.{name}={value}" for name, value in options.items()),
         ]
         with warnings.catch_warnings():
@@ -69,7 +71,7 @@ class Method(BilevelCLI):
 
     @override
     def callbacks(self, named: list[Callback]) -> list[Callback]:
-        removed = (CertificateReport, Checkpoint, Monitor, ProgressBar)
+        removed = (CertificateReport, Checkpoint, CleaningReport, Monitor, ProgressBar)
         return [*(callback for callback in named if not isinstance(callback, removed)), *self.added]
 
 

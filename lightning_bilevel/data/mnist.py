@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_bilevel.data.cleaning import CleaningData, Splits
-from lightning_bilevel.data.samples import DATA_VARIABLE, Samples, draw, optional_import
+from lightning_bilevel.data.samples import DATA_VARIABLE, Samples, draw
 
 __all__ = ["DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning"]
 
@@ -51,7 +51,8 @@ class MNISTCleaning(CleaningData):
         )
 
     def _official(self, train: bool, download: bool) -> Samples:
-        datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
+        from torchvision import datasets
+
         try:
             dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
         # torchvision and its libraries raise these for failed downloads and broken files.
@@ -95,8 +96,10 @@ class DigitsCleaning(CleaningData):
         super().__init__(n_train=n_train, n_validation=n_validation, **options)
 
     def load(self, generator: torch.Generator) -> Splits:
+        from sklearn.datasets import load_digits
+
         call = type(self).__name__
-        digits = optional_import("sklearn.datasets", "scikit-learn", call).load_digits()
+        digits = load_digits()
         samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
         sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
         return Splits(*draw(call, samples, sizes, generator))

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_bilevel.data.episodes import EpisodeData
-from lightning_bilevel.data.samples import DATA_VARIABLE, optional_import
+from lightning_bilevel.data.samples import DATA_VARIABLE
 from lightning_bilevel.files import write_whole
 
 __all__ = ["OmniglotEpisodes"]
@@ -78,7 +78,8 @@ class OmniglotEpisodes(EpisodeData):
             if not (self._archive(part).exists() or (self.folder / part).is_dir())
         ]
         for part in missing:
-            datasets = optional_import("torchvision.datasets", "torchvision", type(self).__name__)
+            from torchvision import datasets
+
             try:
                 datasets.Omniglot(self.root, background=part == "images_background", download=True)
             except (OSError, RuntimeError, HTTPException, ValueError) as error:
@@ -176,11 +177,11 @@ def _read(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def _decode(name: str, content: bytes, size: int) -> Tensor:
-    pil = optional_import("PIL.Image", "pillow", "OmniglotEpisodes")
+    from PIL import Image
+
     try:
-        image = (
-            pil.open(io.BytesIO(content)).convert("L").resize((size, size), pil.Resampling.BILINEAR)
-        )
+        drawing = Image.open(io.BytesIO(content)).convert("L")
+        image = drawing.resize((size, size), Image.Resampling.BILINEAR)
     except (OSError, ValueError) as error:
         raise MisconfigurationException(
             f"`OmniglotEpisodes`: {name} is no image ({error})."

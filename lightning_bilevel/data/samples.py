@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -22,7 +20,6 @@ __all__ = [
     "common_images",
     "draw",
     "length",
-    "optional_import",
     "read_dataset",
 ]
 
@@ -37,17 +34,6 @@ DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 
 Samples = tuple[Tensor, Tensor]
 """Images and labels, each with one entry per sample."""
-
-
-def optional_import(module: str, package: str, call: str) -> Any:
-    """Import a module of an optional package; if it is missing, say how to install it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MisconfigurationException(
-            f"`{call}` needs {package}, which is not installed: `pip install {package}`, or "
-            "install `lightning-bilevel[examples]`, which has all that the ready data sets need."
-        ) from error
 
 
 def as_images(call: str, images: Tensor) -> Tensor:
@@ -180,7 +166,8 @@ def _stacked(call: str, dataset: Any) -> Samples:
 def _tensor(call: str, i: int, image: Any) -> Tensor:
     if isinstance(image, Tensor):
         return image
-    to_tensor = optional_import("torchvision.transforms.functional", "torchvision", call).to_tensor
+    from torchvision.transforms.functional import to_tensor
+
     try:
         return to_tensor(image)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:

@@ -103,7 +103,7 @@ def check_callbacks(module: LightningModule, solver: BilevelOptimizer) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse strategies that do not work with a bilevel run.
+    """Refuse strategies and devices that do not work with a bilevel run.
 
     Args:
         trainer: The Trainer.
@@ -118,6 +118,11 @@ def check_trainer(trainer: Any) -> None:
             "line search and Moreau gap need whole vectors x and y, which this strategy cuts into "
             'pieces. `strategy="ddp"` splits the data instead, and `Chunks` evaluates a batch '
             "that is larger than memory."
+        )
+    if trainer.strategy.root_device.type == "mps":
+        raise MisconfigurationException(
+            "`Trainer(accelerator='mps')` is not supported: norms and gaps are summed in float64, "
+            "which this device does not have. Use `accelerator='cpu'`."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -87,6 +88,61 @@ def test_a_budget_stops_fit_from_yaml(
     )
     # It ended by itself, without a limit on steps or epochs.
     assert "optimisation time" in capsys.readouterr().out
+
+
+def test_a_budget_by_one_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the place of the config's epochs, and a saved config with it still certifies."""
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    short = ["--trainer.max_epochs=1", "--trainer.log_every_n_steps=1", "--model.n=2"]
+    fit(tmp_path, *QUIET, *short, "--data.epoch_length=5", "--budget=200ms")
+    printed = capsys.readouterr().out
+    rows = dict(re.findall(r"^(o[\w ]+?)  +([\d.]+)", printed, re.MULTILINE))
+    assert float(rows["optimisation time"]) >= 0.2
+    assert int(rows["outer iterations"]) > 5
+    (config,) = tmp_path.rglob("config.yaml")
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    main(["certify", "--config", str(config), "--ckpt_path", str(checkpoint)])
+    assert f"outer iterations          {rows['outer iterations']}" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_no_time_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    with pytest.raises(SystemExit):
+        fit(tmp_path, *QUIET, "--budget=soon")
+    assert "budget 'soon' is not a duration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "mps", "gpu", "chosen"),
+    [
+        ("auto", True, False, "cpu"),
+        ("auto", True, True, "auto"),
+        ("auto", False, False, "auto"),
+        ("mps", True, False, "mps"),  # which `fit` then refuses with a sentence
+    ],
+)
+def test_an_automatic_choice_is_no_device_without_float64(
+    monkeypatch: pytest.MonkeyPatch, given: str, mps: bool, gpu: bool, chosen: str
+) -> None:
+    """Apple's GPU has none."""
+
+    class Chosen(Exception):
+        pass
+
+    class CLI(BilevelCLI):
+        def _instantiate_trainer(self, config: Any, callbacks: Any) -> Any:
+            raise Chosen(config["accelerator"])
+
+    monkeypatch.setattr("lightning_bilevel.cli.app.MPSAccelerator.is_available", lambda: mps)
+    monkeypatch.setattr("lightning_bilevel.cli.app.CUDAAccelerator.is_available", lambda: gpu)
+    args = ["--config", str(CONFIG), f"--trainer.accelerator={given}"]
+    monkeypatch.setattr(sys, "argv", ["lightning-bilevel", *args])
+    with pytest.raises(Chosen, match=f"^{chosen}$"):
+        CLI(run=False)
 
 
 MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
@@ -190,7 +246,7 @@ class TestCertify:
     ) -> None:
         call, saved, _ = run
         main([*call, *flag])
-        printed = capsys.readouterr().out
+        printed = " ".join(capsys.readouterr().out.split())  # a long row goes on below itself
         certificate = saved["proved"]["certificate"]
         assert certificate["stationarity"] != saved["certificate"]["stationarity"]
         assert f"{certificate['stationarity']:.3e}" in printed
@@ -515,7 +571,7 @@ def test_the_command_is_installed() -> None:
     if not command.exists():
         pytest.skip("the package is not installed in this environment")
     result = subprocess.run([command], capture_output=True, text=True, check=True)
-    assert "lightning-bilevel fit --config synthetic/ivsp" in result.stdout
+    assert "lightning-bilevel fit --config digits/ivsp_default" in result.stdout
 
 
 READY = sorted(CONFIGS.rglob("*.yaml"))

@@ -47,10 +47,9 @@ def test_the_commands_that_it_names_run(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit) as stop:
             main([*args, *([] if "--print_config" in args else ["--print_config"])])
         assert stop.value.code == 0
-        assert (
-            yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
-            == "lightning_bilevel.SineProblem"
-        )
+        model = yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+        expected = {"digits/ivsp_default": "HyperCleaning", "synthetic/ivsp": "SineProblem"}
+        assert model == f"lightning_bilevel.{expected[args[2]]}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +68,7 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
     assert {task.name for task in TASKS} == folders
     told = "\n".join(lines)
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
-    assert "  digits has aid, darts, f2ba, hjfbio, itd, soba too" in lines
+    assert "  digits has aid, darts, f2ba, hjfbio, itd, ivsp_default, soba too" in lines
     assert any(line.startswith("PBGD-Free needs an f that depends on x") for line in lines)
     assert "  mnist has ivsp_cleaning too" in lines
     assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
@@ -78,6 +77,21 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
         data = yaml.safe_load(config)["data"]["class_path"]
         downloads = data in ("MNISTCleaning", "FashionMNISTCleaning", "OmniglotEpisodes")
         assert task.data.startswith("none") != downloads, task.name
+
+
+@pytest.mark.parametrize("task", [task.name for task in TASKS])
+def test_a_gpu_is_used_where_there_is_one_and_the_papers_budget_is_a_flag_away(task: str) -> None:
+    """The problem in float64 stays on the CPU; a ready config never takes more than one GPU."""
+    budget = {"synthetic": "1s", "mnist": "60s", "fashion_mnist": "60s", "omniglot": "600s"}
+    for path in (folder() / task).glob("*.yaml"):
+        settings = yaml.safe_load(path.read_text())["trainer"]
+        if task == "synthetic":
+            assert (settings["accelerator"], settings["precision"]) == ("cpu", "64-true")
+        else:
+            assert (settings["accelerator"], settings["devices"]) == ("auto", 1)
+            assert "precision" not in settings
+        if "the paper's settings" in path.read_text():
+            assert f"`--budget {budget[task]}`" in path.read_text(), path
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,6 @@ def test_help_explains_the_data(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.integration
 def test_the_page_is_true() -> None:
     """Its snippet makes data in this folder, and its commands run on them."""
-    pytest.importorskip("sklearn", reason="the snippet uses its digits")
     text = (ROOT / "docs" / "clean.md").read_text()
     snippet = text.split("```python\n")[1].split("```")[0]
     exec(compile(snippet, "docs/clean.md", "exec"), {"__name__": "page"})

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-pytest.importorskip("sklearn")
-
 from places import SYNTHETIC
 
 from lightning_bilevel import Baseline, cleaning_baselines

@@ -314,6 +314,14 @@ class TestTable:
     def test_layout(self) -> None:
         assert table("title", [("a", "1"), ("bcd", "22")]) == "title -\na    1\nbcd  22\n-------"
 
+    def test_a_long_row_goes_on_below_itself(self) -> None:
+        words = " ".join(["word"] * 30)
+        title, *lines, last = table("title", [("a", words), ("bcd", "22")]).splitlines()
+        assert max(map(len, (title, *lines, last))) <= 110
+        assert len(title) == len(last) == max(map(len, lines))
+        assert [line[:5] for line in lines] == ["a    ", "     ", "bcd  "]
+        assert " ".join(line[5:] for line in lines[:2]) == words
+
     def test_as_dict_is_json(self) -> None:
         certificate = self.certificate()
         again = Certificate(**json.loads(json.dumps(certificate.as_dict())))

@@ -32,7 +32,6 @@ def test_rates_at_the_ends() -> None:
 
 
 def data(**options: int) -> DigitsCleaning:
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     made = DigitsCleaning(400, 50, corruption=0.6, kind="annotators", **options)
     made.setup()
     return made

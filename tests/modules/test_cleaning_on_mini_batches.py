@@ -156,7 +156,6 @@ def test_optimisers_and_scheduler_by_yaml_are_those_that_step(
     name: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through LightningCLI: their classes, their rates after three steps, what they move."""
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     fitted: list[HyperCleaning] = []
     monkeypatch.setattr(HyperCleaning, "on_train_end", lambda self: fitted.append(self))
@@ -190,7 +189,6 @@ def test_optimisers_and_scheduler_by_yaml_are_those_that_step(
 def test_methods_on_mini_batches_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     results = compare([CONFIGS / "digits_mini_batches"], 0.3, tmp_path / "out", evaluations=1)
     assert [result.solver for result in results] == ["F2SA", "StreamingIVSP"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -204,13 +205,13 @@ def test_data_that_do_not_fit_are_refused_before_training(
 def test_digits_are_cleaned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newcomer's command."""
-    pytest.importorskip("sklearn", reason="scikit-learn has the digits")
+    """The newcomer's command, with half of its iterations."""
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    fit(tmp_path, *quiet, config=CONFIGS / "digits" / "ivsp.yaml")
+    short = "--trainer.max_epochs=5"
+    fit(tmp_path, *quiet, short, config=CONFIGS / "digits" / "ivsp_default.yaml")
     # The table of the last iterate comes first, that of the theorem's point follows.
-    printed = capsys.readouterr().out.split("theorem's point")[0]
+    printed, rest = capsys.readouterr().out.split("theorem's point")
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip()
         for line in printed.splitlines()
@@ -218,4 +219,12 @@ def test_digits_are_cleaned(
     }
     assert float(rows["auroc"]) >= 0.96
     assert float(rows["test_error"]) <= 0.04
+    assert "L_yy" in rows["chosen constants"]
+    (sheet,) = tmp_path.rglob("suspicious.png")
+    assert f"of which have a wrong label: {sheet}" in rest
+    below = rest.split("test error")[1]
+    errors = dict(re.findall(r"^(\S.*?)  +(0\.\d{3})", below, re.MULTILINE))
+    assert float(errors["IVSP"]) == pytest.approx(float(rows["test_error"]), abs=6e-4)
+    assert float(errors["IVSP"]) < float(errors["clean samples alone"])
+    assert float(errors["clean samples alone"]) < float(errors["all noisy and clean samples"])
     assert float(rows["KKT feasibility"]) < 1e-3

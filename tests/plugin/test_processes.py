@@ -14,7 +14,12 @@ from typing import Any
 import parallel
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import samples
 from places import SUPPORT
@@ -350,6 +355,15 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
     with pytest.raises(
         MisconfigurationException,
         match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`',
+    ):
+        check_trainer(trainer)
+
+
+def test_a_device_without_float64_is_refused() -> None:
+    trainer = type("Fake", (), {"strategy": SingleDeviceStrategy(torch.device("mps"))})()
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"accelerator='mps'.* summed in float64, .* Use `accelerator='cpu'`",
     ):
         check_trainer(trainer)
 
