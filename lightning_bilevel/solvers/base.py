@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
@@ -258,7 +258,7 @@ class BilevelOptimizer(LevelSteps, ABC):
             info = self._with_rates(info, info.lr, info.lr)
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
-        memory["passes"] += (problem.calls - calls).passes
+        self._count(problem.calls - calls)
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return info.completed(
@@ -268,6 +268,14 @@ class BilevelOptimizer(LevelSteps, ABC):
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
         )
+
+    def _count(self, spent: Calls) -> None:
+        """Add what an iteration spent to the passes of the run; values wait until there are 3."""
+        waiting = self.memory.pop("values", 0)
+        values = (waiting + spent.values) % 3
+        self.memory["passes"] += (spent + Calls(values=waiting)).passes
+        if values:
+            self.memory["values"] = values
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""

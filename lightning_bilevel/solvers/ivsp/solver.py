@@ -22,10 +22,7 @@ from lightning_bilevel.solvers.ivsp.constants import (
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
 from lightning_bilevel.solvers.ivsp.keep import keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack
-from lightning_bilevel.solvers.ivsp.penalty import (
-    SmoothingName,
-    needs_update,
-)
+from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
@@ -157,7 +154,7 @@ class IVSP(Answers):
         L_max: float | None = None,
         L_xy: float | None = None,
         L_yy: float | None = None,
-        inner: Literal["gradient", "accelerated"] = "gradient",
+        inner: Literal["gradient", "accelerated"] | None = None,
         B_R: float | None = None,
         theta_low: float = 1e-24,
         theta_hat: float = 1.99,
@@ -245,7 +242,7 @@ class IVSP(Answers):
         c, rules = self._settings  # an evaluation may have corrected them
         L_start = memory.get("L_start", float(c.fixed_L or c.L_init))
         evaluate = Evaluator(problem, c, x.numel(), memory["halvings"])
-        merit = rules.merit(k, t)
+        merit = rules.merit(k, memory.get("gamma", rules.inverse_penalty(t)))
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
         zeta = min(rules.scheduled_accuracy(k + 1), needed)
@@ -269,10 +266,9 @@ class IVSP(Answers):
                 k + 1, trials, trial.start, here.w, merit.direction(here), C
             )
 
-        updated = needs_update(
-            there.worst, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
-        )
-        then = rules.merit(k + 1, t + updated)
+        gamma = rules.next_penalty(there, merit, step, L, C, memory.get("changes", t))
+        updated = gamma < merit.gamma
+        then = rules.merit(k + 1, gamma)
         # The next start is computed now, so the previous point need not be kept.
         memory["L_start"] = L_start
         if c.fixed_L is None:
@@ -285,6 +281,8 @@ class IVSP(Answers):
             memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
             memory["zeta"] = zeta
+            memory["gamma"] = gamma
+            memory["changes"] = memory.get("changes", t) + (gamma != merit.gamma)
             if c.B_R is None:
                 memory["B_R"] = B_R
         x, y = self._keep(there)
