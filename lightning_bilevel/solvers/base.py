@@ -86,7 +86,9 @@ class BilevelOptimizer(LevelSteps, ABC):
                 group["lr"] = rule.lr
                 group["initial_lr"] = rule.lr
         self._forget()
-        self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
+        self.memory.update(
+            iteration=0, inner_iterations=0, passes=0, values=0, optimization_time=0.0
+        )
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -271,11 +273,9 @@ class BilevelOptimizer(LevelSteps, ABC):
 
     def _count(self, spent: Calls) -> None:
         """Add what an iteration spent to the passes of the run; values wait until there are 3."""
-        waiting = self.memory.pop("values", 0)
-        values = (waiting + spent.values) % 3
-        self.memory["passes"] += (spent + Calls(values=waiting)).passes
-        if values:
-            self.memory["values"] = values
+        waiting = Calls(values=self.memory.get("values", 0))
+        self.memory["passes"] += (spent + waiting).passes
+        self.memory["values"] = (spent + waiting).values % 3
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""

@@ -874,8 +874,8 @@ class TestConstants:
             ({"smoothing": "abs"}, '`IVSP(smoothing=\'abs\')` must be "huber" or "softplus".'),
             (
                 {"inner": "newton"},
-                '`IVSP(inner=\'newton\')` must be "gradient", "accelerated", or None for a choice of '
-                "IVSP's.",
+                '`IVSP(inner=\'newton\')` must be "gradient", "accelerated", or None for a '
+                "choice of IVSP's.",
             ),
             (
                 {"bb": "both"},
