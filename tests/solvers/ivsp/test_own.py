@@ -6,9 +6,19 @@ import math
 import pytest
 import torch
 from helpers import groups, point_of, random_problem
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import IVSP, BilevelProblem, Calls, Envelope, Free, IVSPInfo
+from lightning_bilevel import (
+    IVSP,
+    BilevelProblem,
+    Box,
+    Calls,
+    Envelope,
+    Free,
+    IVSPInfo,
+    certify,
+)
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
@@ -180,3 +190,51 @@ class TestInnerLoop:
             points.append((z, problem.calls.lower - before))
         assert torch.equal(points[0][0], points[1][0])
         assert points[1][1] == points[0][1] - 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["relu", "tanh", "batch norm"])
+def test_cleaning_with_a_network_reduces_the_kkt_residual_tenfold(kind: str) -> None:
+    """Weights of 60 samples, every other label wrong; a network with the default initialisation."""
+    torch.manual_seed(0)
+    truth, inputs = torch.randn(8, 3), torch.randn(120, 8)
+    labels = (inputs @ truth).argmax(1)
+    noisy = labels[:60].clone()
+    noisy[::2] = torch.randint(0, 3, (30,))
+    layers: list[nn.Module] = [nn.Linear(8, 16), nn.Tanh() if kind == "tanh" else nn.ReLU()]
+    if kind == "batch norm":
+        layers.insert(1, nn.BatchNorm1d(16, track_running_stats=False))
+    net = nn.Sequential(*layers, nn.Linear(16, 3))
+    shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
+
+    def outputs(y: Tensor, batch: Tensor) -> Tensor:
+        parts = y.split([shape.numel() for shape in shapes.values()])
+        parameters = {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+        return torch.func.functional_call(net, parameters, (batch,))
+
+    def lower(x: Tensor, y: Tensor) -> Tensor:
+        losses = cross_entropy(outputs(y, inputs[:60]), noisy, reduction="none")
+        return (x.sigmoid() * losses).mean()
+
+    problem = BilevelProblem(
+        lambda x, y: cross_entropy(outputs(y, inputs[60:]), labels[60:]),
+        lower,
+        Box(-5.0, 5.0),
+        Box(-100.0, 100.0),
+    )
+    start = nn.utils.parameters_to_vector(net.parameters()).detach()
+    solver = IVSP(groups(torch.zeros(60), start))
+    residuals = []
+    for number in range(120):
+        solver.step(problem=problem)
+        if number in (0, 119):
+            assert solver.envelope is not None
+            point = point_of(solver)
+            certificate = certify(
+                problem, *point, solver.envelope, multiplier=solver.multiplier, tolerance=1e-4
+            )
+            residuals.append(certificate.kkt)
+    assert residuals[1] < residuals[0] / 10
