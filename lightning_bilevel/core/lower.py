@@ -202,7 +202,8 @@ class LowerLevel:
         return self._stamp.is_still(x)
 
     def value(self, z: Tensor) -> float:
-        """Return g(x, z) without a gradient; it is not counted as a pass."""
+        """Return g(x, z) without a gradient, which counts as a third of a pass."""
+        self._passes.calls += Calls(values=1)
         return self._passes.value("g", self._at(self._point(z)), (self.x, z))
 
     def gradient(self, z: Tensor, keep: bool = False) -> Tensor:

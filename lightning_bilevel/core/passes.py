@@ -51,6 +51,8 @@ class Calls:
             Each counts as two passes: one forward and backward through g, and one through the graph
             of its gradient. A product by a central difference of gradients counts as a gap.
         constraints: Evaluations of a constraint beside the lower level, with its gradient.
+        values: Evaluations of g without a gradient. A backward pass takes about twice the time of a
+            forward one, so three values count as one pass.
     """
 
     upper: int = 0
@@ -58,11 +60,13 @@ class Calls:
     gap: int = 0
     products: int = 0
     constraints: int = 0
+    values: int = 0
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes; a gap and a product are two passes each."""
-        return self.upper + self.lower + 2 * (self.gap + self.products) + self.constraints
+        """Forward and backward passes; a gap and a product are two passes each, a value a third."""
+        whole = self.upper + self.lower + 2 * (self.gap + self.products) + self.constraints
+        return whole + self.values // 3
 
     def __add__(self, other: Calls) -> Calls:
         return Calls(
@@ -71,6 +75,7 @@ class Calls:
             self.gap + other.gap,
             self.products + other.products,
             self.constraints + other.constraints,
+            self.values + other.values,
         )
 
     def __sub__(self, other: Calls) -> Calls:
@@ -80,6 +85,7 @@ class Calls:
             self.gap - other.gap,
             self.products - other.products,
             self.constraints - other.constraints,
+            self.values - other.values,
         )
 
 

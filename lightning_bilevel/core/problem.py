@@ -106,7 +106,7 @@ class BilevelProblem:
         >>> problem.at(torch.tensor([2.0])).gradient(torch.tensor([3.0]))
         tensor([2.])
         >>> problem.calls
-        Calls(upper=1, lower=1, gap=0, products=0, constraints=0)
+        Calls(upper=1, lower=1, gap=0, products=0, constraints=0, values=0)
     """
 
     def __init__(

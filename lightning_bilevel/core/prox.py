@@ -25,6 +25,8 @@ __all__ = ["inexact_prox", "precise_prox", "projected_step", "slope_of_psi"]
 # this factor is diverging.
 _DIVERGED = 10.0
 _MAX_HALVINGS = 60
+# A gradient that changes this many times as fast as 1/eta allows shows that the step is too long.
+_TOO_STEEP = 1.5
 # After this many iterations without a new smallest residual, the loop looks for the reason.
 _STALLED = 100
 # A gradient is exact up to some tens of roundings of its largest terms.
@@ -46,6 +48,8 @@ def inexact_prox(
     halvings: int = 0,
     max_inner: int = 10_000,
     accelerated: bool = False,
+    spectral: bool = False,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     r"""Minimise psi up to zeta by projected gradient from z (the paper's Algorithm 2).
 
@@ -66,6 +70,14 @@ def inexact_prox(
     The stopping rule is the same. Such a point may lie outside Y, so the rule then needs that
     L_yy and sigma hold there too.
 
+    With ``spectral``, the next iteration starts from a step of the Barzilai-Borwein length
+    :math:`\langle s, v\rangle/\|v\|^2` instead of :math:`\eta`, where s and v are the last changes
+    of z and of :math:`\nabla\psi`. For a psi with the given constants that length is between
+    :math:`\eta` and 1/m, and it is clipped to that. After a residual above twice the smallest one
+    the step is :math:`\eta` again, and L_yy is too small if v is longer than
+    :math:`1.5 \|s\|/\eta`. The stopping rule is still that of the step :math:`\eta` from a
+    point of Y, whose gradient is known: it costs no gradient.
+
     If only rounding is left of the residual before the rule is met, the loop ends too, without a
     word. The accuracy is then the one that the dtype allows, and zeta is not guaranteed.
 
@@ -80,6 +92,8 @@ def inexact_prox(
         halvings: How often the step has been halved so far.
         max_inner: The cap on iterations.
         accelerated: Whether to use Nesterov's momentum.
+        spectral: Whether to use Barzilai-Borwein steps.
+        first: The gradient of g(x, .) at the start, if it is known.
 
     Returns:
         The point, and how often the step has been halved.
@@ -90,12 +104,14 @@ def inexact_prox(
     before = z
     residual = math.inf
     watch = _Watch(y, envelope.rho)
+    last: tuple[Tensor, Tensor] | None = None  # the last point and the gradient of psi there
     done = 0
     undefined = 0
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
-            slope = lower.gradient(z)
+            slope = lower.gradient(z) if first is None else first
+            first = None
         except NonFiniteError:
             undefined += 1
             if z is start or undefined > _MAX_UNDEFINED:
@@ -108,10 +124,19 @@ def inexact_prox(
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
             verdict = watch.judge(residual, eta, z, slope, direction)
+            if last is not None and _steepness(z, direction, *last) * eta > _TOO_STEEP:
+                verdict = _Verdict.TOO_LONG
             if verdict is _Verdict.ROUNDED:
                 return new, halvings
             if accelerated:
                 z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
+            elif spectral:
+                length = eta
+                if last is not None and residual <= 2 * watch.best:
+                    longest = 1 / envelope.modulus
+                    length = min(max(_spectral(z, direction, *last), eta), longest)
+                last = (z, direction)
+                z = new if length == eta else projected_step(z, direction, length, lower_set)
             else:
                 z = new
             before = new
@@ -122,6 +147,7 @@ def inexact_prox(
             eta /= 2
             z = start
             before = start
+            last = None
             watch = _Watch(y, envelope.rho)
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above "
@@ -182,6 +208,17 @@ class _Watch:
             return _Verdict.FINE
         too_curved = _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
         return _Verdict.TOO_LONG if too_curved else _Verdict.FINE
+
+
+def _steepness(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
+    r"""Return :math:`\|v\|/\|s\|`, which the Lipschitz constant of the gradient is at least."""
+    return norm(slope - previous_slope) / max(norm(z - previous_z), 1e-300)
+
+
+def _spectral(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
+    r"""Return the short Barzilai-Borwein step :math:`\langle s, v\rangle/\|v\|^2`."""
+    change = slope - previous_slope
+    return dot(z - previous_z, change) / max(dot(change, change), 1e-300)
 
 
 def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:

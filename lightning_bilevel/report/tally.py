@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 __all__ = ["Tally"]
@@ -23,6 +24,7 @@ class Tally:
         gap_calls: Evaluations of g(x, y) - g(x, z).
         product_calls: Products of second derivatives of g with a vector.
         constraint_calls: Evaluations of the constraints beside the lower level.
+        value_calls: Evaluations of g without a gradient.
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
         halvings: How often the inner step was halved.
@@ -42,6 +44,7 @@ class Tally:
     gap_calls: int = 0
     product_calls: int = 0
     constraint_calls: int = 0
+    value_calls: int = 0
     trials: int = 0
     capped: int = 0
     halvings: int = 0
@@ -54,9 +57,15 @@ class Tally:
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes; a gap and a product are two passes each."""
-        doubled = 2 * (self.gap_calls + self.product_calls)
-        return self.upper_calls + self.lower_calls + doubled + self.constraint_calls
+        """Forward and backward passes, as :attr:`Calls.passes` counts them."""
+        return Calls(
+            self.upper_calls,
+            self.lower_calls,
+            self.gap_calls,
+            self.product_calls,
+            self.constraint_calls,
+            self.value_calls,
+        ).passes
 
     def add(self, info: StepInfo) -> None:
         """Count one iteration."""
@@ -67,6 +76,7 @@ class Tally:
         self.gap_calls += info.calls.gap
         self.product_calls += info.calls.products
         self.constraint_calls += info.calls.constraints
+        self.value_calls += info.calls.values
         if isinstance(info, PenaltyInfo):
             self.penalised = True
             self.trials += info.trials

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
@@ -88,7 +88,9 @@ class BilevelOptimizer(LevelSteps, ABC):
                 group["lr"] = rule.lr
                 group["initial_lr"] = rule.lr
         self._forget()
-        self.memory.update(iteration=0, inner_iterations=0, passes=0, optimization_time=0.0)
+        self.memory.update(
+            iteration=0, inner_iterations=0, passes=0, values=0, optimization_time=0.0
+        )
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -286,7 +288,7 @@ class BilevelOptimizer(LevelSteps, ABC):
             info = self._with_rates(info, info.lr, info.lr)
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
-        memory["passes"] += (problem.calls - calls).passes
+        self._count(problem.calls - calls)
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return info.completed(
@@ -296,6 +298,12 @@ class BilevelOptimizer(LevelSteps, ABC):
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
         )
+
+    def _count(self, spent: Calls) -> None:
+        """Add what an iteration spent to the passes of the run; values wait until there are 3."""
+        waiting = Calls(values=self.memory.get("values", 0))
+        self.memory["passes"] += (spent + waiting).passes
+        self.memory["values"] = (spent + waiting).values % 3
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""

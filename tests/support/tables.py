@@ -51,7 +51,6 @@ class Solver:
         constants: What it is made with, as a config would give it.
         passes: The passes of an iteration, as the docstring of the class states them, where they do
             not vary.
-        values: How often an iteration evaluates g besides its passes, for the value alone.
         kept: The inner variable in its state.
         also: Other tensors in its state, which need not be in the lower set.
         needs_x: Whether it refuses an f that does not depend on x.
@@ -64,7 +63,6 @@ class Solver:
     kind: type[BilevelOptimizer]
     constants: dict[str, Any] = field(default_factory=dict)
     passes: int | None = None
-    values: int = 0
     kept: str | None = None
     given: Callable[[Problem], dict[str, Any]] = lambda problem: {}
     steps: int = 0
@@ -115,7 +113,6 @@ SOLVERS = {
             SLM,
             {"eta": 0.01, "alpha": 0.01, "gamma": 0.05, "tau": 0.1, "T": 3, "restart": False},
             3 + 3,
-            2,
             "z",
         ),
         Solver("f2sa", F2SA, {"alpha": 0.01, "gamma": 0.02, "T": 2}, 3 * 2 + 3, kept="z"),

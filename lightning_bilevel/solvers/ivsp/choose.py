@@ -12,14 +12,15 @@ Every choice scales with f, and with g and delta together, so that their units d
 - ``mu0``: 5 delta, with ``block`` 5: the smoothing starts at the scale of the constraint, and falls
   as the theorem says.
 - ``zeta_bar``: such that the first accuracy is delta/10. Later ones never exceed the schedule. They
-  are smaller if the gradient's error would be more than a tenth of the gradient mapping.
+  are smaller if the gradient's error would be more than half of the gradient mapping.
 - ``gamma0``: :math:`\|\nabla R\| / \|\nabla f\|`, so that f and R have equal weight at the start.
   An update of the penalty halves it: the theorem wants a grid that falls to 0 by bounded factors.
 - ``L_init``: :math:`\mu_0 (\gamma_0 L_f + L_{yy})`, the curvature of the penalty function; ``c1``,
   ``L_min`` and ``L_max`` are the paper's multiples of it. It is clipped to an L_min or L_max that
   is given.
-- ``c2``: :math:`\|\nabla f\| / (100 L_{\text{init}})`: the penalty grows only after the steps have
-  become a hundred times shorter.
+- ``c2``: :math:`10^{-4} \|\nabla f\| / L_{\text{init}}`: the paper's test strengthens the penalty
+  only after the steps have become ten thousand times shorter. Before that the penalty follows the
+  multiplier (:meth:`~lightning_bilevel.solvers.ivsp.rules.Own.next_penalty`).
 - constraints beside the lower level: ``gamma0`` compares f with the largest of their gradients and
   that of R, and ``L_init`` grows by their squares, the curvature of their smoothing.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
@@ -112,7 +113,7 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         if c[name] is None:
             c[name] = PAPER[name] * c["L_init"]
     if c["c2"] is None:
-        c["c2"] = 0.01 * slope / c["L_init"] if slope > 0.0 else 1.0
+        c["c2"] = 1e-4 * slope / c["L_init"] if slope > 0.0 else 1.0
     return c
 
 

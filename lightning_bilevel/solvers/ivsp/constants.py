@@ -34,9 +34,10 @@ PAPER: dict[str, Any] = {
     "L_max": 1e11,
     "B_R": 1e3,
     "bb": "short",
+    "inner": "gradient",
 }
 # The constants that may be None.
-CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb")
+CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb", "inner")
 
 
 def missing_constants(given: dict[str, Any]) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class Constants:
     L_max: float
     L_xy: float
     L_yy: float
-    inner: Literal["gradient", "accelerated"]
+    inner: Literal["gradient", "accelerated"] | None
     B_R: float | None
     theta_low: float
     theta_hat: float
@@ -157,8 +158,8 @@ def check_constants(c: dict[str, Any]) -> None:
         refuse("smoothing", '"huber" or "softplus"')
     if c["bb"] not in ("short", "long", None):
         refuse("bb", '"short", "long", or None for a choice of IVSP\'s')
-    if c["inner"] not in ("gradient", "accelerated"):
-        refuse("inner", '"gradient" or "accelerated"')
+    if c["inner"] not in ("gradient", "accelerated", None):
+        refuse("inner", '"gradient", "accelerated", or None for a choice of IVSP\'s')
     if c["rules"] not in ("paper", "own", None):
         refuse(
             "rules",

@@ -17,6 +17,9 @@ class Trial(Protocol):
     @property
     def accepted(self) -> bool: ...
 
+    @property
+    def retry(self) -> float: ...
+
 
 T = TypeVar("T", bound=Trial)
 
@@ -24,7 +27,7 @@ T = TypeVar("T", bound=Trial)
 def backtrack(
     trial: Callable[[float], T], curvature: float, max_trials: int
 ) -> tuple[T, float, int]:
-    """Double the curvature until the trial is accepted.
+    """Make trials, each with the curvature that the one before asks for, until one is accepted.
 
     Returns:
         The accepted trial, its curvature, and how many trials were made.
@@ -33,9 +36,10 @@ def backtrack(
         result = trial(curvature)
         if result.accepted:
             return result, curvature, count
-        curvature *= 2.0
+        last = curvature
+        curvature = result.retry
     raise LineSearchError(
-        f"the line search made {max_trials} trials, up to L = {curvature / 2:.3g}, and accepted "
+        f"the line search made {max_trials} trials, up to L = {last:.3g}, and accepted "
         f"none: {result}"
     )
 

@@ -15,6 +15,7 @@ __all__ = [
     "SmoothingName",
     "Softplus",
     "inverse_penalty",
+    "matching_factor",
     "needs_update",
     "prox_accuracy",
     "smoothing_function",
@@ -106,6 +107,21 @@ def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
     """
     factor = (t + 1) ** -0.5 if ratio is None else ratio**t
     return max(float(gamma0 * factor), sys.float_info.min)
+
+
+def matching_factor(slope: float) -> float:
+    r"""Return what the inverse penalty is multiplied by to match the multiplier.
+
+    Where the smoothed problem is solved, the multiplier is :math:`\lambda = \phi_\mu'(R)/\gamma`.
+    Both smoothings have :math:`\phi_\mu'(0) = 1/2`, so with :math:`\gamma = 1/(2\lambda)` the
+    constraint holds as it should, R = 0, for any :math:`\mu`. That is the factor
+    :math:`1/(2\phi_\mu')`, here between 1/2 and 2. A constraint without a multiplier changes
+    nothing.
+
+    Args:
+        slope: :math:`\phi_\mu'` of the constraint.
+    """
+    return min(max(0.5 / slope, 0.5), 2.0) if slope > 0.0 else 1.0
 
 
 def needs_update(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
+from lightning_bilevel.core.vectors import squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
 
-__all__ = ["Evaluator", "Point"]
+__all__ = ["Evaluator", "Glimpse", "Point"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,25 @@ class Point:
         return self.w[: self.split], self.w[self.split :]
 
 
+@dataclass(frozen=True)
+class Glimpse:
+    r"""The values at a point that was not evaluated to the end.
+
+    Attributes:
+        f: f(w).
+        lower: g(w).
+        residual: A lower bound of R(w).
+    """
+
+    f: float
+    lower: float
+    residual: float
+    limits: Limits = field(default_factory=Limits)
+
+
+Hopeless = Callable[[Glimpse], bool]
+
+
 class Evaluator:
     """Evaluates points of one problem.
 
@@ -82,9 +103,43 @@ class Evaluator:
         if self.problem.single_level:
             return self._alone(w)
         lower = self.problem.at(w[: self.split])
-        y = w[self.split :]
-        z, halvings = self._prox(lower, y, z, zeta, max_inner)
+        z, halvings = self._prox(lower, w[self.split :], z, zeta, max_inner)
         return self._measure(lower, w, z, zeta, halvings)
+
+    def promising(
+        self, w: Tensor, z: Tensor, zeta: float, max_inner: int, hopeless: Hopeless
+    ) -> Point | Glimpse:
+        r"""Evaluate w as :meth:`at` does, but stop as soon as the values show that it is hopeless.
+
+        For any z in Y
+
+        .. math:: R(w) \ge g(x, y) - \psi(z; x, y) - \delta
+
+        so f, and g at y and at the warm start, bound the merit from below. The gradient of f, and
+        that of g at the warm start, are those that an accepted point needs anyway: a point that is
+        not hopeless costs one more value of g, and a hopeless one two passes and that value.
+
+        Args:
+            w: The point.
+            z: The warm start.
+            zeta: The accuracy.
+            max_inner: The cap on inner iterations.
+            hopeless: Tells from f, g and a lower bound of R whether the point is.
+        """
+        if self.problem.single_level:
+            return self._alone(w)
+        lower = self.problem.at(w[: self.split])
+        y = w[self.split :]
+        upper = self.problem.upper(lower.x, y)
+        g = lower.value(y)
+        at_z, slope = lower.value_and_gradient(z)
+        envelope = self.constants.envelope
+        least = g - at_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
+        glimpse = Glimpse(upper.value, g, least)
+        if hopeless(glimpse):
+            return glimpse
+        z, halvings = self._prox(lower, y, z, zeta, max_inner, slope)
+        return self._measure(lower, w, z, zeta, halvings, upper)
 
     def sharper(self, point: Point, zeta: float) -> Point:
         """Evaluate R again, more accurately."""
@@ -125,7 +180,13 @@ class Evaluator:
         return self._measure(lower, w, z, zeta, halvings, upper), False
 
     def _prox(
-        self, lower: LowerLevel, y: Tensor, z: Tensor, zeta: float, max_inner: int | None = None
+        self,
+        lower: LowerLevel,
+        y: Tensor,
+        z: Tensor,
+        zeta: float,
+        max_inner: int | None = None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, int]:
         c = self.constants
         return inexact_prox(
@@ -139,6 +200,8 @@ class Evaluator:
             halvings=self.halvings,
             max_inner=c.max_inner if max_inner is None else max_inner,
             accelerated=c.inner == "accelerated",
+            spectral=c.inner is None,
+            first=first,
         )
 
     def _measure(

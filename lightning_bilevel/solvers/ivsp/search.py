@@ -15,9 +15,9 @@ from lightning_bilevel.core.vectors import dot, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.linesearch import allowance, barzilai_borwein
 from lightning_bilevel.solvers.ivsp.penalty import Smoothing
-from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
+from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
 
-__all__ = ["Armijo", "Merit", "Trial", "next_start"]
+__all__ = ["Armijo", "Merit", "Trial", "next_start", "rounding"]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 _MAX_FAILURES = 5
@@ -39,7 +39,7 @@ class Merit:
     mu: float
     phi: Smoothing
 
-    def value(self, point: Point, extra: float = 0.0) -> float:
+    def value(self, point: Point | Glimpse, extra: float = 0.0) -> float:
         r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
         total = self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
         for limit in point.limits.values:
@@ -71,13 +71,23 @@ class Merit:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of the line search; its point is None if it could not be evaluated."""
+    r"""A trial of the line search.
+
+    Attributes:
+        accepted: Whether it passed the test.
+        merit: Its merit; a lower bound of it if the values alone rejected it.
+        bound: What the merit had to be at most.
+        step: :math:`\|w_L - w\|`.
+        point: None if it could not be evaluated, or was rejected by its values alone.
+        retry: The curvature of the next trial if this one is rejected.
+    """
 
     accepted: bool
     merit: float
     bound: float
     step: float
     point: Point | None
+    retry: float
 
     def __str__(self) -> str:
         return (
@@ -89,13 +99,20 @@ class Trial:
 class LineSearchRules(Protocol):
     """The part of the rules that trials use."""
 
-    def slack(self, here: Point, there: Point, gamma: float) -> float: ...
+    def slack(self, here: Point, there: Point | Glimpse, gamma: float) -> float: ...
+
+    def retry(self, L: float, seen: float) -> float: ...
+
+    def inner_start(self, evaluate: Evaluator, here: Point, w: Tensor) -> Tensor: ...
 
     @property
     def trial_cap(self) -> int: ...
 
     @property
     def gives_up_early(self) -> bool: ...
+
+    @property
+    def rejects_early(self) -> bool: ...
 
 
 class Armijo:
@@ -150,25 +167,56 @@ class Armijo:
 
     def __call__(self, L: float) -> Trial:
         """Make the trial with curvature L."""
-        c = self.constants
         here = self.here
         merit = self.merit
-        moved = merit.direction(here).mul_(merit.mu / L)
+        direction = merit.direction(here)
+        moved = direction * (merit.mu / L)
         w = self.feasible.project(torch.sub(here.w, moved, out=moved))
         del moved
         d = distance(w, here.w, here.split)
+        # What the first-order model promises.
+        promise = _dot(direction, w - here.w, here.split)
+        del direction
         try:
-            there = self.evaluate.at(w, here.z, self.zeta, self.rules.trial_cap)
+            there = self._evaluate(w, L, d)
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
-            return Trial(False, math.inf, self.start, d, None)
-        tau = allowance(d, L, merit.mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
-        tau = tau + here.zeta + self.zeta
-        value = merit.value(there, self.zeta)
-        slack = self.rules.slack(here, there, merit.gamma)
-        bound = self.start - c.c1 / (2 * merit.mu) * d**2 + tau + slack
-        accepted = c.fixed_L is not None or value <= bound
-        return Trial(accepted, value, bound, d, there)
+            return Trial(False, math.inf, self.start, d, None, self.rules.retry(L, math.inf))
+        bound = self._bound(there, L, d)
+        if isinstance(there, Glimpse):
+            value = merit.value(there)
+            accepted = False
+        else:
+            value = merit.value(there, self.zeta)
+            accepted = self.constants.fixed_L is not None or value <= bound
+        seen = 2 * merit.mu * (value - self.start - promise) / d**2 if d > 0.0 else math.inf
+        point = None if isinstance(there, Glimpse) else there
+        return Trial(accepted, value, bound, d, point, self.rules.retry(L, seen))
+
+    def _evaluate(self, w: Tensor, L: float, d: float) -> Point | Glimpse:
+        """Evaluate a trial, to the end if its values leave hope."""
+        here = self.here
+        start = self.rules.inner_start(self.evaluate, here, w)
+        # Constraints beside the lower level are not among the values, and a fixed L takes all.
+        whole = self.constants.fixed_L is not None or here.limits.values
+        if whole or not self.rules.rejects_early:
+            return self.evaluate.at(w, start, self.zeta, self.rules.trial_cap)
+
+        def hopeless(glimpse: Glimpse) -> bool:
+            # The margin is for the rounding of both merits.
+            margin = 10 * rounding(here, glimpse, self.merit.gamma)
+            return self.merit.value(glimpse) > self._bound(glimpse, L, d) + margin
+
+        return self.evaluate.promising(w, start, self.zeta, self.rules.trial_cap, hopeless)
+
+    def _bound(self, there: Point | Glimpse, L: float, d: float) -> float:
+        """Return what the merit of a trial must be at most."""
+        c = self.constants
+        mu = self.merit.mu
+        tau = allowance(d, L, mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
+        tau = tau + self.here.zeta + self.zeta
+        slack = self.rules.slack(self.here, there, self.merit.gamma)
+        return self.start - c.c1 / (2 * mu) * d**2 + tau + slack
 
     def _note(self, error: BilevelError) -> None:
         """Note a failed trial. A shorter step may succeed; raise the error if that is hopeless."""
@@ -208,6 +256,13 @@ def next_start(
     return barzilai_borwein(
         dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw
     )
+
+
+def rounding(here: Point, there: Point | Glimpse, gamma: float) -> float:
+    """Return the rounding error of the values that the Armijo test compares."""
+    size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
+    size += sum(map(abs, (*here.limits.values, *there.limits.values)))
+    return float(torch.finfo(here.w.dtype).eps * size)
 
 
 def distance(a: Tensor, b: Tensor, split: int) -> float:

@@ -22,10 +22,7 @@ from lightning_bilevel.solvers.ivsp.constants import (
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
 from lightning_bilevel.solvers.ivsp.keep import keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack
-from lightning_bilevel.solvers.ivsp.penalty import (
-    SmoothingName,
-    needs_update,
-)
+from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
@@ -54,8 +51,10 @@ class IVSP(Answers):
 
     If a trial is rejected, L doubles. :math:`\tau_{k,L}` is the allowance for the inexact
     evaluation. The smoothing falls as :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, and the
-    inverse penalty on a grid: :math:`\gamma_k = \gamma_0 (t_k + 1)^{-1/2}` with the paper's rules,
-    :math:`\gamma_k = \gamma_0 2^{-t_k}` with IVSP's own.
+    inverse penalty on a grid: :math:`\gamma_k = \gamma_0 (t_k + 1)^{-1/2}` with the paper's rules.
+    With IVSP's own it starts at :math:`\gamma_0`, follows the multiplier and is halved by the test
+    above (:meth:`~lightning_bilevel.solvers.ivsp.rules.Own.next_penalty`). L is then not doubled
+    but set to the curvature that the rejected trial saw.
 
     Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
     a module's ``constraints``) are smoothed and penalised with R: :math:`\sum_i \phi_{\mu_k}(c_i)`
@@ -68,10 +67,10 @@ class IVSP(Answers):
     Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
     constraint qualification ENNAMCQ holds. Cost of an iteration with J inner iterations and one
-    trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one of f. A rejected trial costs
-    the same: it is evaluated with its gradients, where values of f and g would do. That saves a
-    second evaluation of the accepted one; on the paper's synthetic problem 12 of 312 trials are
-    rejected.
+    trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one of f. With the paper's rules
+    a rejected trial costs the same. With IVSP's own a trial whose values of f and g already show
+    that it will be rejected costs one pass of f, one gradient and one value of g, and any other
+    trial one value of g more.
 
     Args:
         params: The two parameter groups, see
@@ -86,9 +85,7 @@ class IVSP(Answers):
         r: The power by which the smoothing falls, between 0 and 1; 1/3 balances the rates.
         q: The power of the accuracy :math:`\zeta_k = \bar\zeta \mu_k^q`, above 1/r; None is 1/r +
             0.01.
-        gamma0: :math:`\gamma_0`, the first inverse penalty:
-            :math:`\gamma_t = \gamma_0 (t + 1)^{-1/2}`, or :math:`\gamma_0 2^{-t}` with IVSP's own
-            rules.
+        gamma0: :math:`\gamma_0`, the first inverse penalty.
         zeta_bar: :math:`\bar\zeta`, the scale of the accuracy.
         c1: :math:`c_1`, the decrease that the line search requires.
         c2: :math:`c_2`, how small a step must be before a remaining violation strengthens the
@@ -103,7 +100,8 @@ class IVSP(Answers):
         L_yy: Lipschitz constant of :math:`\nabla_y g(x, \cdot)`; the inner step is 1/(L_yy +
             1/rho).
         inner: How a Moreau evaluation is made: ``"gradient"`` (the paper's), or ``"accelerated"``,
-            which needs about the square root of that many iterations if rho * L_yy is large.
+            which needs about the square root of that many iterations if rho * L_yy is large. IVSP's
+            choice is Barzilai-Borwein steps.
         B_R: Bound on the norm of the gradient of R.
         theta_low: :math:`\underline\vartheta`, the lower bound in the allowance :math:`\tau`.
         theta_hat: :math:`\hat\vartheta`, in (0, 2), the upper bound in the allowance, as a multiple
@@ -157,7 +155,7 @@ class IVSP(Answers):
         L_max: float | None = None,
         L_xy: float | None = None,
         L_yy: float | None = None,
-        inner: Literal["gradient", "accelerated"] = "gradient",
+        inner: Literal["gradient", "accelerated"] | None = None,
         B_R: float | None = None,
         theta_low: float = 1e-24,
         theta_hat: float = 1.99,
@@ -245,7 +243,7 @@ class IVSP(Answers):
         c, rules = self._settings  # an evaluation may have corrected them
         L_start = memory.get("L_start", float(c.fixed_L or c.L_init))
         evaluate = Evaluator(problem, c, x.numel(), memory["halvings"])
-        merit = rules.merit(k, t)
+        merit = rules.merit(k, memory.get("gamma", rules.inverse_penalty(t)))
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
         zeta = min(rules.scheduled_accuracy(k + 1), needed)
@@ -269,10 +267,9 @@ class IVSP(Answers):
                 k + 1, trials, trial.start, here.w, merit.direction(here), C
             )
 
-        updated = needs_update(
-            there.worst, step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c.c2
-        )
-        then = rules.merit(k + 1, t + updated)
+        gamma = rules.next_penalty(there, merit, step, L, C, memory.get("changes", t))
+        updated = gamma < merit.gamma
+        then = rules.merit(k + 1, gamma)
         # The next start is computed now, so the previous point need not be kept.
         memory["L_start"] = L_start
         if c.fixed_L is None:
@@ -285,6 +282,8 @@ class IVSP(Answers):
             memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
             memory["zeta"] = zeta
+            memory["gamma"] = gamma
+            memory["changes"] = memory.get("changes", t) + (gamma != merit.gamma)
             if c.B_R is None:
                 memory["B_R"] = B_R
         x, y = self._keep(there)

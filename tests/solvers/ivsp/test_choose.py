@@ -181,7 +181,7 @@ def test_f_never_rises_above_its_start_by_much_and_the_residuals_fall() -> None:
     assert last.feasibility < 1e-2 * first.feasibility
 
 
-def test_the_accuracy_keeps_the_error_below_a_tenth_of_the_mapping() -> None:
+def test_the_accuracy_keeps_the_error_below_half_of_the_mapping() -> None:
     envelope = Envelope(rho=0.3, sigma=1.0, delta=1e-3)
     solver = IVSP(groups(*start()), rho=0.3, sigma=1.0, L_xy=2.0)
     solver.step(problem=quadratic())
@@ -189,9 +189,9 @@ def test_the_accuracy_keeps_the_error_below_a_tenth_of_the_mapping() -> None:
     for mapping in (1e-6, 1e-2, 30.0):
         zeta = adapted_accuracy(mapping, Merit(1.0, 0.02, Huber()), constants, B_R=5.0)
         assert (
-            0.05 * mapping
+            0.25 * mapping
             <= gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0)
-            <= 0.1 * mapping * (1 + 1e-12)
+            <= 0.5 * mapping * (1 + 1e-12)
         )
 
 

@@ -11,6 +11,11 @@ from lightning_bilevel.solvers.ivsp.linesearch import allowance, backtrack, barz
 class Guess:
     L: float
     accepted: bool
+    factor: float = 2.0
+
+    @property
+    def retry(self) -> float:
+        return self.factor * self.L
 
     def __str__(self) -> str:
         return f"tried {self.L:g}"
@@ -21,7 +26,9 @@ class TestBacktrack:
         ("threshold", "L", "count"),
         [(0.0, 0.5, 1), (0.5, 0.5, 1), (0.6, 1.0, 2), (100.0, 128.0, 9)],
     )
-    def test_doubles_until_accepted(self, threshold: float, L: float, count: int) -> None:
+    def test_tries_again_with_what_the_trial_asks_for(
+        self, threshold: float, L: float, count: int
+    ) -> None:
         tried = []
 
         def trial(curvature: float) -> Guess:

@@ -872,7 +872,11 @@ class TestConstants:
                 "`IVSP(fixed_L='1')` must be positive and finite, or None for the line search.",
             ),
             ({"smoothing": "abs"}, '`IVSP(smoothing=\'abs\')` must be "huber" or "softplus".'),
-            ({"inner": "newton"}, '`IVSP(inner=\'newton\')` must be "gradient" or "accelerated".'),
+            (
+                {"inner": "newton"},
+                '`IVSP(inner=\'newton\')` must be "gradient", "accelerated", or None for a '
+                "choice of IVSP's.",
+            ),
             (
                 {"bb": "both"},
                 '`IVSP(bb=\'both\')` must be "short", "long", or None for a choice of IVSP\'s.',
@@ -981,7 +985,9 @@ class TestConstants:
         )
         optimizer.step(problem=problem)
         assert optimizer.chosen == []
+        # A state of an earlier version has the number of updates alone.
         optimizer.memory["penalty_updates"] = 2
+        del optimizer.memory["gamma"], optimizer.memory["changes"]
         assert optimizer.step(problem=problem).gamma == 2.0
 
     def test_defaults_are_the_paper_s_common_settings(self) -> None:
