@@ -10,6 +10,7 @@ from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.checkpoints import LastPoint
 from lightning_bilevel.plugin.schedulers import Schedule
+from lightning_bilevel.plugin.stages import Stages
 from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
@@ -29,7 +30,9 @@ class Run:
             earlier one into the module.
         schedule: The scheduler of the solver's rates, if one is declared.
         resumed: What the mini-batch run that this one goes on from has saved.
+        resumed_stages: What the run on a growing sample that this one goes on from has saved.
         stream: What a run on mini-batches keeps; None for a run on all data.
+        stages: The stages of a run on a growing sample; None for other runs.
         examined: Whether the first batch has shown which of both it is.
         shown: Which point the module shows, in words, if it is not the last iterate.
     """
@@ -41,7 +44,9 @@ class Run:
     last: LastPoint | None = None
     schedule: Schedule | None = None
     resumed: dict[str, Any] | None = None
+    resumed_stages: dict[str, Any] | None = None
     stream: Stream | None = None
+    stages: Stages | None = None
     examined: bool = False
     shown: str = ""
 
@@ -62,4 +67,5 @@ class Run:
             "buffers": WrittenBuffers(),
             "schedule": None,
             "stream": None,
+            "stages": None,
         }

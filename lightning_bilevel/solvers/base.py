@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
+from lightning_bilevel.core.stage import Stage
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
@@ -224,6 +225,8 @@ class BilevelOptimizer(LevelSteps, ABC):
         before = dict(memory)
         scaled = self._in_units(problem)
         try:
+            if problem.stage is not None:
+                self._enter(problem.stage)
             x, y = self._current(scaled)
             factor = self.prepare(scaled, x, y)
             if factor != 1.0:
@@ -258,7 +261,7 @@ class BilevelOptimizer(LevelSteps, ABC):
             info = self._with_rates(info, info.lr, info.lr)
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
-        memory["passes"] += (problem.calls - calls).passes
+        memory["passes"] += _passes(problem, problem.calls - calls)
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return info.completed(
@@ -267,7 +270,46 @@ class BilevelOptimizer(LevelSteps, ABC):
             calls=problem.calls - calls,
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
+            samples=memory.get("samples"),
         )
+
+    @torch.no_grad()
+    def look(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Tell whether a growing sample is too small for the next step.
+
+        The evaluations and their time count as those of a step do.
+
+        Args:
+            parts: f and g on disjoint parts of the current sample, about equally large.
+
+        Returns:
+            None if the method cannot tell.
+        """
+        began = time.perf_counter()
+        scaled = [part.in_units(*self._units) for part in parts]
+        calls = [part.calls for part in scaled]
+        answer = self.is_too_small(scaled)
+        if answer is None:
+            return None
+        memory = self.memory
+        for part, before in zip(scaled, calls, strict=True):
+            memory["passes"] += _passes(part, part.calls - before)
+        like = self.param_groups[0]["params"][0]
+        memory["optimization_time"] += parts[0].mean_over_ranks(time.perf_counter() - began, like)
+        return answer
+
+    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Say what :meth:`look` returns; the parts are in the units of the parameter groups."""
+        return None
+
+    def grown(self) -> None:
+        """Take note that the sample has grown: the problem of this step is another one."""
+
+    def _enter(self, stage: Stage) -> None:
+        before = self.memory.get("samples", stage.samples)
+        self.memory.update(samples=stage.samples, sampled=not stage.is_last)
+        if before != stage.samples:
+            self.grown()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
@@ -375,6 +417,11 @@ class BilevelOptimizer(LevelSteps, ABC):
                 "to the mini-batch, on which `Adaptation(steps=..., lr=...)` solves it. Leave "
                 f"`{name}` out."
             )
+
+
+def _passes(problem: BilevelProblem, calls: Calls) -> float:
+    """Return the passes of some calls, as passes over all data."""
+    return calls.passes if problem.stage is None else problem.stage.passes(calls)
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

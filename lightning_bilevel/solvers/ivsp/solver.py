@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,8 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.keep import keep
+from lightning_bilevel.solvers.ivsp.growth import noise_of
+from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack
 from lightning_bilevel.solvers.ivsp.penalty import (
     SmoothingName,
@@ -313,8 +314,28 @@ class IVSP(Answers):
             capped=trials >= c.max_trials or c.L_max <= L,
         )
         if c.keep_proved:
-            keep(memory, k + 1, there.w, info)
+            keep(memory, k + 1 - memory.get("began", 0), there.w, info)
         return x, y, info
+
+    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Compare the noise of the sample with the smoothing and with what a step promises."""
+        memory = self.memory
+        if "z" not in memory or parts[0].single_level:
+            return None
+        c, rules = self._settings
+        merit = rules.merit(memory["iteration"], memory["penalty_updates"])
+        point = (*self._read(parts[0]), memory["z"])
+        length = merit.mu / memory["L_start"]
+        noise = noise_of(parts, point, c.envelope, merit, memory["residual"], length)
+        before = memory.get("mapping")
+        memory["mapping"] = noise.mapping
+        return noise.is_too_large(before)
+
+    def grown(self) -> None:
+        """Forget the theorem's point: it was of another problem, and its iterations count anew."""
+        forget(self.memory)
+        self.memory.pop("mapping", None)
+        self.memory["began"] = self.memory["iteration"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run, also of an earlier version."""
