@@ -5,19 +5,20 @@
 
 Both sides start at the same point and take turns in one process. The time is the processor time of
 the optimisation: steps, looks at the noise and the drawing of samples. Test error and KKT residual
-(of all data, for both sides, in the envelope of the paper's constants or of the full run's own) are
-evaluated in between and cost nothing. A line is written when a side has reached both marks or its
-budget.
+are of all data for both sides, in one envelope; they are evaluated in between and cost nothing. A
+side ends when it has reached both marks, or after the budget.
+
+The constants are the paper's for MNIST (`paper`), the paper's for the task (`task`), or those that
+IVSP chooses (`own`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ from lightning_bilevel.plugin.batches import BatchProblem
 from lightning_bilevel.plugin.growing import Growing
 from lightning_bilevel.plugin.stages import Stages
 
+# The KKT residual counts from this test error on. It is small at the start too, because a network
+# of small weights starts at a saddle.
+_LEARNED = 0.35
 # Evaluations are at times that grow by this factor.
-_SPACING = 1.3
+_SPACING = 1.25
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Side:
         self.current = BatchProblem([], self.batch, self.batch, self.whole)
         self.stages = None
         if self.growing is not None:
-            self.stages = Stages(self.growing, self.batch, None)
+            self.stages = Stages(self.growing, self.batch, declared)
 
     def advance(self, until: float) -> None:
         """Make outer iterations up to a time."""
@@ -70,34 +74,35 @@ class Side:
             self.info = self.optimizer.step(problem=problem)
             self.seconds += time.process_time() - began
 
-    def evaluate(self, envelope: Envelope | None, test: Any) -> tuple[float, ...]:
+    def evaluate(self, envelope: Envelope, test: Any) -> tuple[float, ...]:
         with torch.no_grad():
             wrong = self.module(test[0]).argmax(1) != test[1]
-        certificate = certify(
-            self.whole,
-            *self.module.point,
-            envelope or self.optimizer.envelope,
-            multiplier=self.optimizer.multiplier,
-            tolerance=1e-3,
-        )
+        error = float(wrong.float().mean())
+        kkt = math.inf
+        # The certificate takes as long as some iterations: at the start, where nothing is learned,
+        # it would tell nothing.
+        if error <= _LEARNED:
+            kkt = certify(
+                self.whole,
+                *self.module.point,
+                envelope,
+                multiplier=self.optimizer.multiplier,
+                tolerance=1e-3,
+            ).kkt
         row = (
             self.seconds,
             self.info.iteration,
             self.info.samples or 0,
             float(self.info.passes),
-            float(wrong.float().mean()),
-            certificate.kkt,
+            error,
+            kkt,
         )
         self.rows.append(row)
         return row
 
     def first(self, column: int, mark: float) -> float | None:
-        """Return when a number first was at most the mark, after its largest value.
-
-        The KKT residual is small at the start too: a network of small weights starts at a saddle.
-        """
-        peak = max(range(len(self.rows)), key=lambda i: self.rows[i][column])
-        return next((row[0] for row in self.rows[peak:] if row[column] <= mark), None)
+        """Return when a number first was at most the mark."""
+        return next((row[0] for row in self.rows if row[column] <= mark), None)
 
 
 def run(
@@ -106,7 +111,9 @@ def run(
     data = DATA[task](n_train=train, n_validation=validation, seed=seed)
     data.setup()
     batch = {"upper": data.upper, "lower": data.lower}
-    chosen: SolverCallable = IVSP if constants == "own" else solver(f"{task}/ivsp")
+    chosen: SolverCallable = IVSP
+    if constants != "own":
+        chosen = solver(f"{'mnist' if constants == 'paper' else task}/ivsp")
     envelope = Envelope(rho=0.1, sigma=1.0, delta=1e-3)
 
     def side(name: str, growing: Growing | None) -> Side:
@@ -147,7 +154,9 @@ def main() -> None:
     parser.add_argument("--task", default="fashion_mnist", choices=list(DATA))
     parser.add_argument("--train", type=int, default=50_000)
     parser.add_argument("--validation", type=int, default=5000)
-    parser.add_argument("--constants", nargs="+", default=["paper", "own"])
+    parser.add_argument(
+        "--constants", nargs="+", default=["paper", "own"], choices=["paper", "task", "own"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--budget", type=float, default=120.0)
     parser.add_argument("--error", type=float, default=0.165)

@@ -56,6 +56,7 @@ PUBLIC = [
     "Free",
     "FullBatchDataModule",
     "GlyphEpisodes",
+    "Growing",
     "HJFBiO",
     "HyperCleaning",
     "ITD",

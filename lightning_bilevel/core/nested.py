@@ -38,8 +38,8 @@ def nested_order(n: int, seed: int, classes: Tensor | None = None) -> Tensor:
     lonely = labels[counts == 1]
     if len(lonely):
         raise ValueError(
-            f"class {lonely[0].item()} has one sample alone, of {n:,}: a stratified sample needs at "
-            "least two of each class. Leave it out, or draw from all classes alike with "
+            f"class {lonely[0].item()} has one of the {n:,} samples alone: a stratified sample "
+            "needs at least two of each class. Leave it out, or draw from all classes alike with "
             "`Growing(stratified=False)`."
         )
     offsets = torch.rand(len(labels), generator=generator, dtype=torch.float64)

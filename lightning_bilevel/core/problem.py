@@ -183,6 +183,15 @@ class BilevelProblem:
         """Whether there is no lower level."""
         return not self.lower_terms
 
+    def is_stage(self, stage: Stage, whole: BilevelProblem) -> BilevelProblem:
+        """Say that f and g are those of a sample of the data of another problem.
+
+        Whether f depends on x is then known, if the other problem knows it.
+        """
+        self.stage = stage
+        self._upper_has_x = whole.upper_has_x
+        return self
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count the evaluations inside, such as those of a check or a certificate."""

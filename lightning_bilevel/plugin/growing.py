@@ -128,6 +128,18 @@ class NestedSample:
             },
         }
 
+    def entering(self, number: int) -> tuple[Any, float] | None:
+        """Return the lower level's samples that a stage has and the one before has not.
+
+        With them comes their share of all; None if there are none.
+        """
+        order = self._orders.get("lower")
+        before, size = self.sizes[number - 1 : number + 1]
+        if order is None or before >= len(order):
+            return None
+        index = order[before:size]
+        return self._taken("lower", index), len(index) / len(order)
+
     def parts(self, number: int, count: int) -> list[dict[str, Any]]:
         """Return disjoint parts of a stage, about equally large and stratified as it is."""
         size = self.sizes[number]

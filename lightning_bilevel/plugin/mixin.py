@@ -35,7 +35,7 @@ from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.plugin.stages import Stages, growing_of
+from lightning_bilevel.plugin.stages import Stages, stages_of
 from lightning_bilevel.plugin.streaming import (
     Stream,
     check_yielded,
@@ -155,8 +155,10 @@ class BilevelMixin(CertifiedPoints):
         super().on_validation_start()  # type: ignore[misc]
 
     def on_fit_end(self) -> None:
-        """Refuse loaders that yield nothing."""
+        """Refuse loaders that yield nothing; warn of a run that has not come to all data."""
         check_yielded(type(self).__name__, self._module().trainer)
+        if self._run.stages is not None:
+            self._run.stages.warn_of_sample()
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
@@ -264,12 +266,13 @@ class BilevelMixin(CertifiedPoints):
     def _stages(self, trainer: Any, whole: BatchProblem) -> Stages | None:
         """Return the stages of a run on a growing sample; None for a run on all data."""
         run = self._run
-        growing = growing_of(trainer)
-        if growing is not None and run.stages is None:
-            run.stages = Stages(growing, whole.batch, run.resumed_stages)
-        # A single stage is a run on all data.
-        if run.stages is None or len(run.stages.sample.sizes) == 1:
-            return None
+        if run.stages is None:
+            started = run.solver.progress.iterations > 0
+            run.stages = stages_of(
+                trainer, whole.batch, self._declared(), run.resumed_stages, started
+            )
+        if run.stages is not None:
+            run.stages.check_same(type(self).__name__, whole.batch)
         return run.stages
 
     def _update_buffers(self, current: BatchProblem) -> None:

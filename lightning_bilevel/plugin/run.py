@@ -56,7 +56,8 @@ class Run:
         iterations = self.solver.progress.iterations
         if self.shown or iterations == 0:
             return self.shown
-        return f"the last iterate, iteration {iterations}"
+        reached = "" if self.stages is None or self.stages.is_last else f" on {self.stages.stage}"
+        return f"the last iterate, iteration {iterations}{reached}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Functions of a batch cannot be pickled. They are made again for the next batch.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.stage import Stage
 from lightning_bilevel.plugin.batches import BatchProblem
+from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.growing import Growing, NestedSample
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["Stages", "growing_of"]
+__all__ = ["Stages", "stages_of"]
 
 # So many outer iterations are between two looks at the noise. A look takes three passes over the
 # sample, an iteration six or more.
@@ -28,10 +33,32 @@ _EVERY = 50
 Make = Callable[[Any], tuple[BilevelProblem, Any]]
 
 
-def growing_of(trainer: Any) -> Growing | None:
-    """Return how the sample of a run grows, if its data module says so."""
-    found: Growing | None = getattr(trainer.train_dataloader, "growing", None)
-    return found
+def stages_of(
+    trainer: Any,
+    batch: Any,
+    declared: Declaration,
+    saved: dict[str, Any] | None,
+    started: bool,
+) -> Stages | None:
+    """Return the stages of a run, if its data module has a growing sample of several.
+
+    Args:
+        trainer: The Trainer.
+        batch: All data.
+        declared: What the module declares.
+        saved: What the run that this one goes on from has saved of its stages.
+        started: Whether this run goes on from another one.
+    """
+    growing: Growing | None = getattr(trainer.train_dataloader, "growing", None)
+    stages = None if growing is None else Stages(growing, batch, declared, saved)
+    several = stages is not None and len(stages.sample.sizes) > 1
+    if started and several != (saved is not None):
+        was, now = ("a growing sample", "all data") if saved else ("all data", "a growing sample")
+        raise MisconfigurationException(
+            f"the checkpoint is of a run on {was}, and this one is on {now}: give the data module "
+            "the same `growing`, or start anew."
+        )
+    return stages if several else None
 
 
 class Stages:
@@ -40,6 +67,8 @@ class Stages:
     Args:
         growing: How the sample grows.
         batch: All data.
+        declared: What the module declares. Where its lower level belongs to the batch
+            (``adaptation``), the part of new samples is solved before they count.
         saved: What :meth:`state` returned in the run that this one goes on from.
 
     Attributes:
@@ -48,8 +77,16 @@ class Stages:
         current: f and g on the sample.
     """
 
-    def __init__(self, growing: Growing, batch: Any, saved: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        growing: Growing,
+        batch: Any,
+        declared: Declaration,
+        saved: dict[str, Any] | None = None,
+    ) -> None:
         self.growing = growing
+        self.declared = declared
+        self.adaptation = declared.adaptation
         self.sample = NestedSample(growing, batch)
         self.number = 0
         self.since = 0
@@ -71,6 +108,29 @@ class Stages:
         """Whether the sample is all data."""
         return self.number + 1 == len(self.sample.sizes)
 
+    @property
+    def stage(self) -> Stage:
+        """How much of all data the sample is."""
+        return self.sample.stage(self.number)
+
+    def check_same(self, call: str, batch: Any) -> None:
+        """Refuse data that change by themselves."""
+        if batch is not self.sample.batch:
+            raise MisconfigurationException(
+                f"`{call}` was given a batch with other values than the one before, as "
+                "augmentation and shuffling make them: a growing sample is a part of data that "
+                "stay. Leave out what changes them, or leave out `growing` and use mini-batches."
+            )
+
+    def warn_of_sample(self) -> None:
+        """Warn of a run that ends before its sample is all data."""
+        if not self.is_last:
+            rank_zero_warn(
+                f"The run ended on {self.stage}: its point is none of a run on all data, and the "
+                "convergence theorem says nothing of it. The certificate is of all data. Run "
+                "longer, or let the sample grow earlier with `Growing(every=...)`."
+            )
+
     def next_problem(
         self, solver: BilevelOptimizer, whole: BatchProblem, make: Make
     ) -> BatchProblem:
@@ -86,11 +146,41 @@ class Stages:
             self.since = 0
             self.current = None
             self._parts = []
+            if self.adaptation is not None:
+                self._solve_entering(solver, self.adaptation, make)
         if self.current is None:
             self.current = whole if self.is_last else self._made(self.number, make)
-            self.current.problem.stage = self.sample.stage(self.number)
+            self.current.problem.is_stage(self.stage, whole.problem)
         self.since += 1
         return self.current
+
+    def _solve_entering(self, solver: BilevelOptimizer, adaptation: Adaptation, make: Make) -> None:
+        """Solve the part of y that belongs to the new samples, on these alone.
+
+        Otherwise R would jump, because it has not moved yet. Their losses do not depend on the rest
+        of y, which stays.
+        """
+        entering = self.sample.entering(self.number)
+        if entering is None:
+            return
+        began = time.perf_counter()
+        batch, share = entering
+        problem = make({**self.sample.batch, "lower": batch})[0]
+        problem.stage = replace(self.sample.stage(self.number), lower=share)
+        x, y = self.declared.read()
+        lower = problem.at(x)
+        # The rate is that of a mean over all samples; here the mean is over some.
+        rate = share * adaptation.lr
+        value, slope = lower.value_and_gradient(y)
+        for _ in range(adaptation.steps):
+            moved = problem.lower_set.project(y - rate * slope)
+            new_value, new_slope = lower.value_and_gradient(moved)
+            if new_value <= value:
+                y, value, slope = moved, new_value, new_slope
+            else:
+                rate /= 2
+        self.declared.write(x, y)
+        solver.count([problem], time.perf_counter() - began)
 
     def forget_points(self) -> None:
         """Replace the problem by a copy, so that solvers forget its points."""

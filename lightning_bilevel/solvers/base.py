@@ -287,16 +287,18 @@ class BilevelOptimizer(LevelSteps, ABC):
         """
         began = time.perf_counter()
         scaled = [part.in_units(*self._units) for part in parts]
-        calls = [part.calls for part in scaled]
+        for part in scaled:
+            part.calls = Calls()
         answer = self.is_too_small(scaled)
-        if answer is None:
-            return None
-        memory = self.memory
-        for part, before in zip(scaled, calls, strict=True):
-            memory["passes"] += _passes(part, part.calls - before)
-        like = self.param_groups[0]["params"][0]
-        memory["optimization_time"] += parts[0].mean_over_ranks(time.perf_counter() - began, like)
+        self.count(scaled, time.perf_counter() - began)
         return answer
+
+    def count(self, problems: Sequence[BilevelProblem], seconds: float) -> None:
+        """Count all calls of some problems, and a time, as work of the run between two steps."""
+        memory = self.memory
+        memory["passes"] += sum(_passes(problem, problem.calls) for problem in problems)
+        like = self.param_groups[0]["params"][0]
+        memory["optimization_time"] += problems[0].mean_over_ranks(seconds, like)
 
     def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
         """Say what :meth:`look` returns; the parts are in the units of the parameter groups."""

@@ -18,6 +18,12 @@ of the step, because the sampled problem is then solved as far as its noise allo
 grown since the last look. It does grow where the run leaves a saddle, as at the start of a network:
 the direction is small there, but not because anything is solved.
 
+Constants that IVSP has chosen on the first sample are corrected on each larger one. L_xy is
+measured anew. The unit of x follows it, because it was chosen by the gradient of R in x, which at
+the boundary of the constraint is a multiple of L_xy: with one weight per sample it falls as one
+over the root of the number of samples. As at the start, the unit only grows, in powers of two. L_yy
+needs no measurement: the inner loop corrects it where it diverges.
+
 Only coordinates that several parts move count in :math:`\mathrm{se}_G` and M. The weight of a
 sample, or the head of a few-shot task, belongs to one part: its spread is no noise.
 """
@@ -35,13 +41,14 @@ from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.search import Merit
 
-__all__ = ["Noise", "noise_of"]
+__all__ = ["Noise", "corrected", "noise_of"]
 
 # c_R and theta. They were chosen on MNIST.
 _VALUE = 0.25
-_GRADIENT = 1.0
+_GRADIENT = 1.5
 
 
 class Noise(NamedTuple):
@@ -120,3 +127,17 @@ def noise_of(
         smoothing=merit.mu,
         mapping=norm(step[shared]) / length,
     )
+
+
+def corrected(c: Constants, coupling: float) -> tuple[dict[str, float], float]:
+    """Return the constants of a larger sample that change, and the factor of the unit of x.
+
+    Args:
+        c: The constants so far.
+        coupling: L_xy of the larger sample, in the unit that x is measured in.
+    """
+    if coupling == 0.0:
+        return {}, 1.0
+    shrunk = c.scaled_L_xy / coupling
+    factor = 2.0 ** max(round(0.5 * math.log2(shrunk)), 0) if shrunk > 0.0 else 1.0
+    return {"L_xy": coupling / c.own_unit, "own_unit": factor * c.own_unit}, factor

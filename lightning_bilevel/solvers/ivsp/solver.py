@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.curvature import coupling
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
@@ -20,7 +21,7 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.growth import noise_of
+from lightning_bilevel.solvers.ivsp.growth import corrected, noise_of
 from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack
 from lightning_bilevel.solvers.ivsp.penalty import (
@@ -204,8 +205,10 @@ class IVSP(Answers):
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Choose the missing constants, once, at the first step."""
+        """Choose the missing constants at the first step; correct them where a sample grows."""
         if self.param_groups[0]["chosen"] is not None:
+            if self.memory.pop("corrects", False):
+                return self._corrected(problem, x, y)
             return 1.0
         self._set(choose(problem, x, y, self.constants))
         return float(self.constants["own_unit"])
@@ -331,12 +334,6 @@ class IVSP(Answers):
         memory["mapping"] = noise.mapping
         return noise.is_too_large(before)
 
-    def grown(self) -> None:
-        """Forget the theorem's point: it was of another problem, and its iterations count anew."""
-        forget(self.memory)
-        self.memory.pop("mapping", None)
-        self.memory["began"] = self.memory["iteration"]
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run, also of an earlier version."""
         super().load_state_dict(readable(state_dict, self.param_groups))
@@ -355,6 +352,29 @@ class IVSP(Answers):
         self._read_settings: tuple[Constants, Paper]
         # True until the first evaluation after the start, a load or a copy.
         self._loaded = True
+
+    def grown(self) -> None:
+        """Forget what is known of the point, and the theorem's point: they were of another problem.
+
+        The theorem's iterations count anew. Smoothing, penalty and z go on, and so does the start
+        of the line search, which mixes no gradients of two samples: the next pair of
+        Barzilai-Borwein is of the new one.
+        """
+        self._known = None
+        self._at = None
+        forget(self.memory)
+        self.memory.pop("mapping", None)
+        self.memory.update(began=self.memory["iteration"], corrects=True)
+
+    def _corrected(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
+        """Correct the constants that this run has chosen on a smaller sample."""
+        z = self.memory.get("z")
+        c, _ = self._settings
+        if z is None or "L_xy" not in c.chosen:
+            return 1.0
+        changed, factor = corrected(c, coupling(problem, x, y, z))
+        self._set(changed)
+        return factor
 
     @property
     def _settings(self) -> tuple[Constants, Paper]:
