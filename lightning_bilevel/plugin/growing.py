@@ -104,15 +104,18 @@ class NestedSample:
         self.sizes = growing.sizes(total)
         self._orders: dict[str, Tensor] = {}
         for level, count in self.counts.items():
-            classes = _classes(self._chunks[level]) if growing.stratified else None
-            if self.sizes[0] < count:
+            # A level that is whole in each stage is drawn from for the parts alone.
+            stratified = growing.stratified and self.sizes[0] < count
+            classes = _classes(self._chunks[level]) if stratified else None
+            if count:
                 self._orders[level] = nested_order(count, growing.seed, classes)
 
     def stage(self, number: int, parts: int = 1) -> Stage:
-        """Return how much of all data a stage is, or one of several equal parts of it."""
+        """Return how much of all data a stage is, or one of its parts."""
         size = self.sizes[number]
         shares = [
-            min(size, count) / count / parts if count else 1.0 for count in self.counts.values()
+            len(self._part(level, number, 0, parts)) / count if count else 1.0
+            for level, count in self.counts.items()
         ]
         return Stage(size, self.sizes[-1], *shares)
 
@@ -141,18 +144,24 @@ class NestedSample:
         return self._taken("lower", index), len(index) / len(order)
 
     def parts(self, number: int, count: int) -> list[dict[str, Any]]:
-        """Return disjoint parts of a stage, about equally large and stratified as it is."""
-        size = self.sizes[number]
+        """Return parts of a stage, about equally large and stratified as it is.
+
+        They are disjoint, unless a level has fewer samples than there are parts: then each has all.
+        """
         return [
             {
                 **self.batch,
                 **{
-                    level: self._taken(level, order[:size][i::count])
-                    for level, order in self._orders.items()
+                    level: self._taken(level, self._part(level, number, i, count))
+                    for level in self._orders
                 },
             }
             for i in range(count)
         ]
+
+    def _part(self, level: str, number: int, i: int, count: int) -> Tensor:
+        taken = self._orders[level][: self.sizes[number]]
+        return taken[i::count] if len(taken) >= count else taken
 
     def _taken(self, level: str, index: Tensor) -> Any:
         """Return some samples of a level, in chunks as long as those of all data."""

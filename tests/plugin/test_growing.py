@@ -83,6 +83,13 @@ class TestNestedSample:
         parts = [part["lower"][2].tolist() for part in sample.parts(0, 4)]
         assert sorted(map(len, parts)) == [4, 4, 4, 5]
         assert sorted(i for part in parts for i in part) == sample.at(0)["lower"][2].tolist()
+        # The upper level is whole in each stage, and cut as well.
+        upper = [part["upper"][2].tolist() for part in sample.parts(0, 4)]
+        assert sorted(i for part in upper for i in part) == list(range(9))
+        assert sample.stage(0, 4).upper == len(upper[0]) / 9
+        # With fewer samples than parts each part has all of them.
+        assert all(len(part["upper"][0]) == 9 for part in sample.parts(0, 10))
+        assert (sample.stage(0, 10).upper, sample.stage(0).upper) == (1.0, 1.0)
 
     def test_chunks_stay_as_long_as_they_are(self) -> None:
         whole = samples(60, 2)
