@@ -57,6 +57,7 @@ PUBLIC = [
     "Free",
     "FullBatchDataModule",
     "GlyphEpisodes",
+    "Growing",
     "HJFBiO",
     "HyperCleaning",
     "ITD",

@@ -151,9 +151,9 @@ class CertificateMonitor(Monitor):
     does, whatever the share. Monitors that look at the same point share one evaluation, which does
     not count as optimisation time.
 
-    In a run on mini-batches f and g are those of a fixed sample, the first eight batches of the
-    run, in eval mode. A certificate that cannot be evaluated there is a warning, once, and no end
-    of the run.
+    In a run on a growing sample f and g are those of all data, in every stage. In a run on
+    mini-batches they are those of a fixed sample, the first eight batches of the run, in eval mode.
+    A certificate that cannot be evaluated there is a warning, once, and no end of the run.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
@@ -237,12 +237,13 @@ class CertificateMonitor(Monitor):
         if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
             return
         tolerance = self.tolerance or usual_tolerance(trainer)
+        on_mini_batches = isinstance(pl_module.last_step, StreamInfo)
         try:
             certificate = pl_module.certify(
-                envelope=self.envelope, tolerance=tolerance, sample=True
+                envelope=self.envelope, tolerance=tolerance, sample=on_mini_batches
             )
         except BilevelError as error:
-            if not isinstance(pl_module.last_step, StreamInfo):
+            if not on_mini_batches:
                 raise
             # A run on mini-batches goes on without it.
             if not self._warned:

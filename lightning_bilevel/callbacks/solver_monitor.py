@@ -82,7 +82,7 @@ class SolverMonitor(Monitor):
             "bilevel/calls_gap": now.gap_calls,
             "bilevel/calls_products": now.product_calls,
             "bilevel/calls_constraints": now.constraint_calls,
-            "bilevel/passes": now.passes,
+            "bilevel/passes": info.passes,
             "bilevel/optimization_time": info.optimization_time,
         }
         if isinstance(info, PenaltyInfo):

@@ -40,6 +40,8 @@ class MethodConfig:
         # Solver, rates and units do not change the problem; the envelope is for evaluation only.
         for argument in ("solver", "scheduler", "upper_unit", "lower_unit", "envelope"):
             values["model"]["init_args"].pop(argument, None)
+        # A growing sample ends with all data: it is a way to solve the same task.
+        (values["data"].get("init_args") or {}).pop("growing", None)
         return {
             "seed_everything": values["seed_everything"],
             "model": values["model"],

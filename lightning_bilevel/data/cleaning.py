@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.annotators import annotated_labels
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, check_not_both
 from lightning_bilevel.data.samples import (
     AnyDataset,
     Samples,
@@ -25,6 +25,7 @@ from lightning_bilevel.data.samples import (
     read_dataset,
 )
 from lightning_bilevel.data.tables import TensorTable, as_it_is
+from lightning_bilevel.plugin.growing import Growing
 
 __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
@@ -82,6 +83,8 @@ class CleaningData(FullBatchDataModule):
             and ``epoch_length`` is not used.
         upper_batch_size: The number of validation samples in a mini-batch; None takes
             ``batch_size``. A set that is smaller is taken whole.
+        growing: Begin with a sample of both levels, which grows until it is all data; None has all
+            data in each step. Weights outside the sample stay as they are.
 
     Attributes:
         n_train: The number of training samples.
@@ -113,8 +116,9 @@ class CleaningData(FullBatchDataModule):
         chunk_size: int | None = None,
         batch_size: int | None = None,
         upper_batch_size: int | None = None,
+        growing: Growing | None = None,
     ) -> None:
-        super().__init__(epoch_length=epoch_length)
+        super().__init__(epoch_length=epoch_length, growing=growing)
         sizes = {
             "n_train": n_train,
             "n_validation": n_validation,
@@ -131,6 +135,7 @@ class CleaningData(FullBatchDataModule):
                 f"`{type(self).__name__}(upper_batch_size={upper_batch_size})` needs `batch_size` "
                 "too: mini-batches are for both levels, full batches for both."
             )
+        check_not_both(type(self).__name__, growing, "batch_size", batch_size)
         check_corruption(type(self).__name__, corruption, kind)
         self.n_train = n_train
         self.n_validation = n_validation

@@ -16,7 +16,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["FullBatchDataModule"]
+from lightning_bilevel.plugin.growing import Growing
+
+__all__ = ["FullBatchDataModule", "check_not_both"]
+
+
+def check_not_both(call: str, growing: Growing | None, name: str, size: int | None) -> None:
+    """Refuse a growing sample of mini-batches."""
+    if growing is not None and size is not None:
+        raise ValueError(
+            f"`{call}(growing=..., {name}={size})` must be given one of the two: a growing sample "
+            "is fixed within its stage, and mini-batches change in each step."
+        )
 
 
 class Repeated:
@@ -28,6 +39,9 @@ class Repeated:
 
     # Tells a bilevel module that all steps see the same data.
     full_batch = True
+
+    # Tells it that steps see a sample of these data, which grows.
+    growing: Growing | None = None
 
     def __init__(self, batch: Any, length: int) -> None:
         self.batch = batch
@@ -71,6 +85,8 @@ class FullBatchDataModule(LightningDataModule):
         test: The batch of ``test_step`` and ``predict_step``.
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
+        growing: Begin with a sample of the data, which grows until it is all data; None has all
+            data in each step.
     """
 
     def __init__(
@@ -81,6 +97,7 @@ class FullBatchDataModule(LightningDataModule):
         test: Any = None,
         *,
         epoch_length: int = 100,
+        growing: Growing | None = None,
     ) -> None:
         super().__init__()
         if epoch_length < 1:
@@ -92,6 +109,7 @@ class FullBatchDataModule(LightningDataModule):
         self.validation = validation
         self.test = test
         self.epoch_length = epoch_length
+        self.growing = growing
 
     def train_dataloader(self) -> Repeated:
         callbacks = getattr(self.trainer, "callbacks", ())
@@ -107,7 +125,9 @@ class FullBatchDataModule(LightningDataModule):
                 f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: "
                 f"give `{missing[0]}` too, `{{}}` if its loss needs no data."
             )
-        return self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
+        loader = self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
+        loader.growing = self.growing
+        return loader
 
     def val_dataloader(self) -> Repeated | list[Repeated]:
         if self._has("validation"):

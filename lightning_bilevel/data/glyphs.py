@@ -84,7 +84,7 @@ class GlyphEpisodes(EpisodeData):
         test_classes: int = 50,
         **options: Any,
     ) -> None:
-        classes = {
+        classes: dict[str, Any] = {
             "train_classes": train_classes,
             "validation_classes": validation_classes,
             "test_classes": test_classes,

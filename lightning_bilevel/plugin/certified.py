@@ -106,7 +106,8 @@ class CertifiedPoints(DeclaredLevels):
                 float32, and after a run on mini-batches 1e-3.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
-                loaders alone, as monitors do in the middle of an epoch.
+                loaders alone, as monitors do in the middle of an epoch. On a growing sample: look
+                at the sample of the stage, which the certificate then names, not at all data.
             batches: On mini-batches: the most batches of a level. More data are a sample, and the
                 certificate says so.
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
@@ -127,6 +128,10 @@ class CertifiedPoints(DeclaredLevels):
         elif stream is None:
             current = run.batches.current if batch is None else self._problem_on(batch)
             problem, label = None if current is None else current.problem, ""
+            stages = run.stages
+            if sample and batch is None and stages is not None and stages.current is not None:
+                problem = stages.current.problem
+                label = "" if stages.is_last else str(stages.stage)
             if problem is None:
                 raise RuntimeError(
                     f"`{type(self).__name__}.certify()` needs a training batch: call it after "

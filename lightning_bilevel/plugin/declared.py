@@ -109,6 +109,7 @@ class DeclaredLevels:
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
         self._resumed_stream: dict[str, Any] | None = None
+        self._resumed_stages: dict[str, Any] | None = None
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
@@ -186,9 +187,7 @@ class DeclaredLevels:
         module = self._module()
         point = declared.feasible_point() if before is None else None
         split = before is None or before.is_split
-        problem, part = shared_problem(
-            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
-        )
+        problem, part = self._shared(batch, point=point, split=split)
         if point is not None:
             try:
                 start = problem.check(*point)
@@ -199,3 +198,12 @@ class DeclaredLevels:
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)
+
+    def _shared(
+        self, batch: Any, *, split: bool, point: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[BilevelProblem, Any]:
+        """Return f and g on a batch, shared by all processes, and the part of this process."""
+        module = self._module()
+        return shared_problem(
+            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
+        )

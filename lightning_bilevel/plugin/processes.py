@@ -25,6 +25,7 @@ __all__ = [
     "any_of",
     "check_parts",
     "check_same_point",
+    "cut",
     "part_of",
     "shared_problem",
     "total",
@@ -123,12 +124,12 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         begin = max(first - start, 0)
         end = min(last - start, size)
         if begin < end:
-            parts.append(_cut(chunk, begin, end))
+            parts.append(cut(chunk, begin, end))
         start += size
     return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
 
 
-def _cut(chunk: Any, begin: int, end: int) -> Any:
+def cut(chunk: Any, begin: int, end: int) -> Any:
     """Return some samples of a chunk; tensors without dimensions stay as they are."""
     return map_tensors(lambda tensor: tensor[begin:end] if tensor.ndim else tensor, chunk)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -19,6 +19,7 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
+from lightning_bilevel.core.stage import Stage
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
@@ -254,6 +255,8 @@ class BilevelOptimizer(LevelSteps, ABC):
         before = dict(memory)
         scaled = self._in_units(problem)
         try:
+            if problem.stage is not None:
+                self._enter(problem.stage)
             x, y = self._current(scaled)
             factor = self.prepare(scaled, x, y)
             if factor != 1.0:
@@ -288,7 +291,7 @@ class BilevelOptimizer(LevelSteps, ABC):
             info = self._with_rates(info, info.lr, info.lr)
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
-        self._count(problem.calls - calls)
+        self._count(problem, problem.calls - calls)
         # Processes agree on the time too, so a time limit stops them in the same iteration.
         memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
         return info.completed(
@@ -297,13 +300,54 @@ class BilevelOptimizer(LevelSteps, ABC):
             calls=problem.calls - calls,
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
+            samples=memory.get("samples"),
         )
 
-    def _count(self, spent: Calls) -> None:
-        """Add what an iteration spent to the passes of the run; values wait until there are 3."""
-        waiting = Calls(values=self.memory.get("values", 0))
-        self.memory["passes"] += (spent + waiting).passes
-        self.memory["values"] = (spent + waiting).values % 3
+    def _count(self, problem: BilevelProblem, spent: Calls) -> None:
+        """Add what was spent to the passes of the run; values wait until there are 3."""
+        spent += Calls(values=self.memory.get("values", 0))
+        self.memory["passes"] += _passes(problem, spent)
+        self.memory["values"] = spent.values % 3
+
+    @torch.no_grad()
+    def look(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Tell whether a growing sample is too small for the next step.
+
+        The evaluations and their time count as those of a step do.
+
+        Args:
+            parts: f and g on disjoint parts of the current sample, about equally large.
+
+        Returns:
+            None if the method cannot tell.
+        """
+        began = time.perf_counter()
+        scaled = [part.in_units(*self._units) for part in parts]
+        for part in scaled:
+            part.calls = Calls()
+        answer = self.is_too_small(scaled)
+        self.count(scaled, time.perf_counter() - began)
+        return answer
+
+    def count(self, problems: Sequence[BilevelProblem], seconds: float) -> None:
+        """Count all calls of some problems, and a time, as work of the run between two steps."""
+        for problem in problems:
+            self._count(problem, problem.calls)
+        like = self.param_groups[0]["params"][0]
+        self.memory["optimization_time"] += problems[0].mean_over_ranks(seconds, like)
+
+    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Say what :meth:`look` returns; the parts are in the units of the parameter groups."""
+        return None
+
+    def grown(self) -> None:
+        """Take note that the sample has grown: the problem of this step is another one."""
+
+    def _enter(self, stage: Stage) -> None:
+        before = self.memory.get("samples", stage.samples)
+        self.memory.update(samples=stage.samples, sampled=not stage.is_last)
+        if before != stage.samples:
+            self.grown()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
@@ -411,6 +455,11 @@ class BilevelOptimizer(LevelSteps, ABC):
                 "to the mini-batch, on which `Adaptation(steps=..., lr=...)` solves it. Leave "
                 f"`{name}` out."
             )
+
+
+def _passes(problem: BilevelProblem, calls: Calls) -> float:
+    """Return the passes of some calls, as passes over all data."""
+    return calls.passes if problem.stage is None else problem.stage.passes(calls)
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

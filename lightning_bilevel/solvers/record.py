@@ -44,8 +44,10 @@ class StepInfo:
         step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; computed if the
             method leaves it at nan.
         calls: Evaluations of f and g.
-        passes: Forward and backward passes since the start of the run.
+        passes: Forward and backward passes since the start of the run. One over a sample of the
+            data counts as its share of all data.
         optimization_time: Seconds spent in the solver since the start of the run.
+        samples: The samples of the stage, in a run on a growing sample; None otherwise.
     """
 
     upper: float
@@ -55,8 +57,9 @@ class StepInfo:
     iteration: int = 0
     step: float = math.nan
     calls: Calls = field(default_factory=Calls)
-    passes: int = 0
+    passes: float = 0
     optimization_time: float = 0.0
+    samples: int | None = None
 
     # The attributes that are logged at the interval, and those that an ordinary progress bar shows.
     LOGGED: ClassVar[tuple[str, ...]] = (
@@ -79,7 +82,10 @@ class StepInfo:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""
-        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
+        numbers = {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
+        if self.samples is not None:
+            numbers[tag_of("samples")] = float(self.samples)
+        return numbers
 
     def shown(self) -> dict[str, float]:
         """Return the numbers that an ordinary progress bar shows, by tag."""
@@ -93,14 +99,14 @@ class Progress:
     Attributes:
         iterations: Outer iterations.
         inner_iterations: Gradient steps on the lower level.
-        passes: Forward and backward passes.
+        passes: Forward and backward passes, those over a sample as their share of all data.
         optimization_time: Seconds spent in the solver.
         penalty_updates: How often the penalty was strengthened; None if the method never does so.
     """
 
     iterations: int
     inner_iterations: int
-    passes: int
+    passes: float
     optimization_time: float
     penalty_updates: int | None = None
 

@@ -767,6 +767,6 @@ def test_records_are_what_the_monitors_see(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2).fit(module, datamodule=weighting_data())
     assert module.last_step is not None
     assert all(
-        isinstance(value, (bool, int, float, dict, tuple))
+        isinstance(value, (bool, int, float, dict, tuple, type(None)))
         for value in asdict(module.last_step).values()
     )

@@ -70,7 +70,7 @@ def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixtu
     assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
     assert "  digits has aid, darts, f2ba, hjfbio, itd, ivsp_default, soba too" in lines
     assert any(line.startswith("PBGD-Free needs an f that depends on x") for line in lines)
-    assert "  mnist has ivsp_cleaning too" in lines
+    assert "  mnist has ivsp_cleaning, ivsp_growing, ivsp_own_growing too" in lines
     assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
     for task in TASKS:
         config = next((folder() / task.name).glob("*ivsp.yaml")).read_text()

@@ -17,7 +17,7 @@ from clocks import Clock
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, weighting_data
-from places import SYNTHETIC
+from places import CONFIGS, SYNTHETIC
 from running import trainer
 
 from lightning_bilevel import FullBatchDataModule, OptimizationBudget, SineProblem
@@ -25,6 +25,7 @@ from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli import compare as compare_module
 from lightning_bilevel.cli.compare import compare
+from lightning_bilevel.cli.configs import check_same_task, read_config
 from lightning_bilevel.cli.recorder import NEVER, Recorder
 from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
 
@@ -504,3 +505,13 @@ class TestAModuleOfTheUsers:
             match=r"`Right` is not told its solver by the config: give its `__init__` an argument",
         ):
             compare([path], 0.2, tmp_path / "out")
+
+
+def test_a_growing_sample_is_a_way_to_solve_the_same_task() -> None:
+    full, growing, own = (
+        read_config(CONFIGS / "mnist" / f"{name}.yaml")
+        for name in ("ivsp", "ivsp_growing", "ivsp_own_growing")
+    )
+    assert growing.values["data"]["init_args"]["growing"]["factor"] == 4.0
+    assert full.values["data"]["init_args"]["growing"] is None
+    check_same_task([full, growing, own], allowed=False)

@@ -27,6 +27,7 @@ from lightning_bilevel import (
     Episodes,
     FewShot,
     FullBatchDataModule,
+    Growing,
     HyperCleaning,
     SineProblem,
     TaskEpisodes,
@@ -75,10 +76,19 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
         return cleaning(solver, epoch_length=5)
     if task == "chunks":
         return cleaning(solver, epoch_length=5, chunk_size=10)
-    if task == "fewshot":
+    if task == "growing":  # 10, 20 and all of the samples
+        growing = Growing(start=10, factor=2, every=3, stratified=False)
+        return cleaning(solver, epoch_length=5, growing=growing)
+    if task == "looking":  # the solver says when
+        growing = Growing(start=16, factor=2, stratified=False)
+        return cleaning(solver, epoch_length=5, growing=growing)
+    if task in ("fewshot", "growing episodes"):
         torch.manual_seed(4)
+        growing = Growing(start=2, factor=2, every=3) if task != "fewshot" else None
         data = TaskEpisodes(
-            *(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))), epoch_length=4
+            *(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))),
+            epoch_length=4,
+            growing=growing,
         )
         envelope = Envelope(rho=0.1, sigma=0.0, delta=1e-3)
         return FewShot(

@@ -58,9 +58,11 @@ class Answers(BilevelOptimizer):
         and why the theorem's rates hold for it). The last iterate may be better or worse: nothing
         is proved for it. None if there is no such point; :attr:`unproved` then says why.
         """
-        n = self.memory["iteration"]
+        # Where the sample has grown, the run that the theorem speaks of is the last stage.
+        began = self.memory.get("began", 0)
+        n = self.memory["iteration"] - began
         kept = best(self.memory, n)
-        if kept is None or self._changed_lately:
+        if kept is None or self._changed_lately or self.memory.get("sampled", False):
             return None
         split = sum(p.numel() for p in self.param_groups[0]["params"])
         x_unit, y_unit = self._units
@@ -69,8 +71,8 @@ class Answers(BilevelOptimizer):
             y=kept.w[split:] * y_unit,
             multiplier=kept.multiplier,
             constraint_multipliers=kept.constraint_multipliers or None,
-            iteration=kept.iteration,
-            iterations=n,
+            iteration=began + kept.iteration,
+            iterations=began + n,
             omega=kept.omega,
             feasibility_bound=kept.feasibility_bound,
             complementarity_bound=kept.complementarity_bound,
@@ -84,6 +86,11 @@ class Answers(BilevelOptimizer):
             return "`IVSP(keep_proved=False)` does not keep the point of its theorem"
         if n == 0:
             return "IVSP has made no step yet"
+        if self.memory.get("sampled", False):
+            return (
+                f"the run is still on a sample of {self.memory['samples']:,} samples, and the "
+                "theorem's point is that of the last stage, which is all data: run longer"
+            )
         if self._changed_lately:
             return (
                 f"the theorem is about one problem and a run that was not touched, but f, g or the "
@@ -95,7 +102,8 @@ class Answers(BilevelOptimizer):
     @property
     def _changed_lately(self) -> bool:
         """Whether f, g or the point changed from outside in the second half of the run."""
-        return bool(self.memory["changed"] > self.memory["iteration"] // 2)
+        began = self.memory.get("began", 0)
+        return bool(self.memory["changed"] - began > (self.memory["iteration"] - began) // 2)
 
     def safe_L(
         self, L_f: float = 0.0, L_R: float = 0.0, *, theta_hat: float | None = None

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["Kept", "begins_block", "best", "keep"]
+__all__ = ["Kept", "begins_block", "best", "forget", "keep"]
 
 # The kept points: that of the current block and that of the block before.
 _NOW = "proved"
@@ -111,6 +111,13 @@ def keep(memory: dict[str, Any], n: int, w: Tensor, info: PenaltyInfo) -> None:
             info.constraint_multipliers,
         )
         kept.save(memory, _NOW)
+
+
+def forget(memory: dict[str, Any]) -> None:
+    """Drop the kept points, because the run goes on with another problem."""
+    for name in (_NOW, _BEFORE):
+        for field in _FIELDS:
+            memory.pop(f"{name}_{field}", None)
 
 
 def best(memory: dict[str, Any], n: int) -> Kept | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.curvature import coupling
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
@@ -20,14 +21,15 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.keep import keep
+from lightning_bilevel.solvers.ivsp.growth import corrected, noise_of
+from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
 from lightning_bilevel.solvers.ivsp.saved import readable
-from lightning_bilevel.solvers.ivsp.search import Armijo, next_start
+from lightning_bilevel.solvers.ivsp.search import Armijo, Merit, next_start
 
 __all__ = ["IVSP"]
 
@@ -201,8 +203,10 @@ class IVSP(Answers):
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Choose the missing constants, once, at the first step."""
+        """Choose the missing constants at the first step; correct them where a sample grows."""
         if self.param_groups[0]["chosen"] is not None:
+            if self.memory.pop("corrects", False):
+                return self._corrected(problem, x, y)
             return 1.0
         self._set(choose(problem, x, y, self.constants))
         return float(self.constants["own_unit"])
@@ -243,7 +247,7 @@ class IVSP(Answers):
         c, rules = self._settings  # an evaluation may have corrected them
         L_start = memory.get("L_start", float(c.fixed_L or c.L_init))
         evaluate = Evaluator(problem, c, x.numel(), memory["halvings"])
-        merit = rules.merit(k, memory.get("gamma", rules.inverse_penalty(t)))
+        merit = self._merit()
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
         zeta = min(rules.scheduled_accuracy(k + 1), needed)
@@ -312,8 +316,29 @@ class IVSP(Answers):
             capped=trials >= c.max_trials or c.L_max <= L,
         )
         if c.keep_proved:
-            keep(memory, k + 1, there.w, info)
+            keep(memory, k + 1 - memory.get("began", 0), there.w, info)
         return x, y, info
+
+    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
+        """Compare the noise of the sample with the smoothing and with what a step promises."""
+        memory = self.memory
+        if "z" not in memory or parts[0].single_level:
+            return None
+        c, _ = self._settings
+        merit = self._merit()
+        point = (*self._read(parts[0]), memory["z"])
+        length = merit.mu / memory["L_start"]
+        noise = noise_of(parts, point, c.envelope, merit, memory["residual"], length)
+        before = memory.get("mapping")
+        memory["mapping"] = noise.mapping
+        return noise.is_too_large(before)
+
+    def _merit(self) -> Merit:
+        """Return the smoothed penalty function of the next iteration."""
+        memory = self.memory
+        _, rules = self._settings
+        gamma = memory.get("gamma", rules.inverse_penalty(memory["penalty_updates"]))
+        return rules.merit(memory["iteration"], gamma)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run, also of an earlier version."""
@@ -333,6 +358,29 @@ class IVSP(Answers):
         self._read_settings: tuple[Constants, Paper]
         # True until the first evaluation after the start, a load or a copy.
         self._loaded = True
+
+    def grown(self) -> None:
+        """Forget what is known of the point, and the theorem's point: they were of another problem.
+
+        The theorem's iterations count anew. Smoothing, penalty and z go on, and so does the start
+        of the line search, which mixes no gradients of two samples: the next pair of
+        Barzilai-Borwein is of the new one.
+        """
+        self._known = None
+        self._at = None
+        forget(self.memory)
+        self.memory.pop("mapping", None)
+        self.memory.update(began=self.memory["iteration"], corrects=True)
+
+    def _corrected(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
+        """Correct the constants that this run has chosen on a smaller sample."""
+        z = self.memory.get("z")
+        c, _ = self._settings
+        if z is None or "L_xy" not in c.chosen:
+            return 1.0
+        changed, factor = corrected(c, coupling(problem, x, y, z))
+        self._set(changed)
+        return factor
 
     @property
     def _settings(self) -> tuple[Constants, Paper]:
