@@ -405,13 +405,20 @@ class TestSolverMonitor:
         )
         run.fit(weighting(solver), datamodule=weighting_data())
         steps = recorder.steps
-        counts = ("upper", "lower", "gap", "products")
+        counts = ("upper", "lower", "gap", "products", "values")
         total = {name: sum(step["calls"][name] for step in steps) for name in counts}
         tally = monitor.tally
-        counted = (tally.upper_calls, tally.lower_calls, tally.gap_calls, tally.product_calls)
+        counted = (
+            tally.upper_calls,
+            tally.lower_calls,
+            tally.gap_calls,
+            tally.product_calls,
+            tally.value_calls,
+        )
         assert dict(zip(counts, counted, strict=True)) == total
         doubled = total["gap"] + total["products"]
-        assert tally.passes == total["upper"] + total["lower"] + 2 * doubled
+        whole = total["upper"] + total["lower"] + 2 * doubled
+        assert tally.passes == whole + total["values"] // 3
         assert list(series(logger, "calls_products").values())[-1] == total["products"]
         assert monitor.tally.inner_iterations == sum(step["inner_iterations"] for step in steps)
         inner = series(logger, "mean_inner_iterations")

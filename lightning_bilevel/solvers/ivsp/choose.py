@@ -173,7 +173,7 @@ def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
         "rho": "1/(4 L_yy), or 1/L_yy for a convex lower level",
         "mu0": "5 delta",
         "block": "iterations per smoothing",
-        "zeta_bar": "first accuracy delta/10, then a tenth of what a step promises",
+        "zeta_bar": "first accuracy delta/10, then half of what a step promises",
         "gamma0": "f and the gap pull alike at the start",
         "L_init": "curvature of the penalty function",
         "L_xy": "how the lower level's gradient in x changes with y",
