@@ -109,7 +109,9 @@ def log_hyperparameters(
             named = {"(solver)" if name == "solver" else name: v for name, v in solver.items()}
             logger.log_hyperparams({**module, **named}, dict(final), step=iteration)
         else:
-            logger.log_hyperparams({f"bilevel/{name}": value for name, value in solver.items()})
+            # Plain YAML has lists and no tuples.
+            plain = {name: list(v) if isinstance(v, tuple) else v for name, v in solver.items()}
+            logger.log_hyperparams({f"bilevel/{name}": value for name, value in plain.items()})
 
     _each(trainer, "the hyper-parameters", give)
 
