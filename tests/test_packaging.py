@@ -106,6 +106,15 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["license"] == re.findall(r'^license = "(.*)"$', PROJECT, re.MULTILINE)[0]
 
 
+def test_the_changelog_has_this_version() -> None:
+    """Dated, and the latest of them; what comes later stands above it."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert released[0][0] == lightning_bilevel.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert released[0][1] == citation["date-released"]
+
+
 def test_the_documentation_is_built_as_in_ci() -> None:
     settings = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())
     assert (ROOT / settings["sphinx"]["configuration"]).is_file()

@@ -195,10 +195,12 @@ def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, s
     mine = [
         "KKTMonitor",
         "TQDMProgressBar",
+        "CleaningReport",
         {"class_path": "ModelCheckpoint"},
         {"class_path": "LambdaCallback"},
     ]
     edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
+    edited(small / "ivsp.yaml", "budget", value="1ms")  # of a fit
     seen: list[list[str]] = []
 
     class Seen(Recorder):
