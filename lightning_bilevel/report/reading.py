@@ -25,6 +25,12 @@ _LONG = 1e-2
 _SHORT = 1e-6
 # If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
+# What makes rho small, and what helps.
+_ROUGH = (
+    "is the case where the gradient of g jumps (an absolute value, ReLU, max) or its curvatures "
+    "differ by many orders of magnitude. Smooth g, rescale its variables (`lower_unit`), or give "
+    "`rho`."
+)
 # The reading mentions the boundary of Y if it absorbs more than this part of the gradient in y.
 _HELD = 0.1
 
@@ -155,11 +161,22 @@ def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
         ways.append("make the steps shorter if the values go up and down")
         if c.feasibility > c.delta:
             ways.append("give the lower level more weight or more steps")
-    way = ", or ".join(ways)
-    return (
+    told = (
         f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
-        f"which a solution has below {_CONVERGED:g}. {way}."
+        f"which a solution has below {_CONVERGED:g}. {', or '.join(ways)}."
     )
+    # At multiplier 0 the residual of the start is the gradient of f.
+    if ratio > 1.0:
+        told += (
+            " That is farther from a solution than the start: `KKTMonitor(restore_best=True)` ends "
+            "a fit at the best point that it sees."
+        )
+    if not c.single_level and c.distance_bound <= _NEAR * (1 + c.lower_norm):
+        told += (
+            f" delta and rho hold y within {c.distance_bound:.1g} of z, so steps are short. That "
+            f"{_ROUGH}"
+        )
+    return told
 
 
 def _unenforced(c: Certificate) -> bool:
@@ -192,9 +209,7 @@ def _not_enforced(c: Certificate) -> str:
     if _sees_little(c):
         return (
             f"{diagnosis} rho = {c.rho:.2g} is so small that the Moreau envelope looks only "
-            f"{c.rho * largest:.1g} far, which is the case where the gradient of g jumps (an "
-            "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude. "
-            "Smooth g, rescale its variables (`lower_unit`), or give `rho`."
+            f"{c.rho * largest:.1g} far, which {_ROUGH}"
         )
     # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
     delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2

@@ -208,6 +208,18 @@ class TestNotConverged:
             "not converged, the residuals are 0.011 times the gradient of f; feasible to "
         )
 
+    def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
+        words = "That is farther from a solution than the start: `KKTMonitor(restore_best=True)` "
+        (found,) = advice(replace(GOOD, complementarity=1.01), RUN)
+        assert words in found
+        (found,) = advice(replace(GOOD, complementarity=0.99), RUN)
+        assert words not in found
+
+    def test_a_y_that_is_tied_to_z_is_said(self) -> None:
+        (found,) = advice(replace(GOOD, stationarity=0.5, distance_bound=1e-6), RUN)
+        assert "delta and rho hold y within 1e-06 of z, so steps are short. That is the" in found
+        assert "curvatures differ by many orders of magnitude" in found
+
     def test_less_than_that_is_well(self) -> None:
         assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
 
