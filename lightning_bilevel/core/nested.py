@@ -30,8 +30,8 @@ def nested_order(n: int, seed: int, classes: Tensor | None = None) -> Tensor:
         >>> classes[nested_order(6, seed=0, classes=classes)[:3]].sort().values
         tensor([0, 0, 1])
     """
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = torch.randperm(n, generator=generator, device="cpu")
     if classes is None:
         return order
     labels, numbers, counts = torch.unique(classes, return_inverse=True, return_counts=True)
@@ -42,11 +42,11 @@ def nested_order(n: int, seed: int, classes: Tensor | None = None) -> Tensor:
             "needs at least two of each class. Leave it out, or draw from all classes alike with "
             "`Growing(stratified=False)`."
         )
-    offsets = torch.rand(len(labels), generator=generator, dtype=torch.float64)
+    offsets = torch.rand(len(labels), generator=generator, dtype=torch.float64, device="cpu")
     # The samples class by class, and in random order within each.
     by_class = order[torch.argsort(numbers[order], stable=True)]
     firsts = counts.cumsum(0) - counts
     numbers = numbers[by_class]
-    rank = torch.arange(n) - firsts[numbers]
+    rank = torch.arange(n, device="cpu") - firsts[numbers]
     places = (rank + offsets[numbers]) / counts[numbers]
     return by_class[torch.argsort(places, stable=True)]

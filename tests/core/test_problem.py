@@ -649,17 +649,18 @@ class TestCalls:
         assert problem.calls == Calls(0, 0, 0)
         lower = problem.at(x)
         lower.value(z)
-        assert problem.calls == Calls(0, 0, 0)
+        assert problem.calls == Calls(values=1)
         problem.upper(x, y)
         problem.upper_x(x, y)
         problem.upper_y(x, y)
-        assert problem.calls == Calls(upper=3)
+        assert problem.calls == Calls(upper=3, values=1)
         lower.gradient(z)
         lower.value_and_gradient(z)
-        assert problem.calls == Calls(upper=3, lower=2)
+        assert problem.calls == Calls(upper=3, lower=2, values=1)
         lower.gap(y, z)
         lower.gap_x(y, z)
-        assert problem.calls == Calls(upper=3, lower=2, gap=2)
+        assert problem.calls == Calls(upper=3, lower=2, gap=2, values=1)
+        assert [Calls(values=count).passes for count in range(7)] == [0, 0, 0, 1, 1, 1, 2]
 
     def test_are_not_counted_where_they_are_no_part_of_a_run(self) -> None:
         x, y, z = point()

@@ -31,6 +31,7 @@ sample, or the head of a few-shot task, belongs to one part: its spread is no no
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -122,7 +123,7 @@ def noise_of(
     w = torch.cat([x, y])
     step = w - feasible.project(w - length * moved.mean(0))
     return Noise(
-        value=float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(count),
+        value=statistics.stdev(values) / math.sqrt(count),
         gradient=norm(torch.stack(errors).std(0)[shared]) / math.sqrt(count),
         smoothing=merit.mu,
         mapping=norm(step[shared]) / length,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -138,12 +139,13 @@ class Paper:
         """Return where the inner loop of a trial w starts: at the current z."""
         return here.z
 
-    def retry(self, L: float, seen: float) -> float:
+    def retry(self, L: float, seen: Callable[[], float]) -> float:
         """Return the curvature after L was rejected: the double.
 
         Args:
             L: The rejected curvature.
-            seen: The curvature of the merit that the trial saw; inf if it could not be evaluated.
+            seen: Returns the curvature of the merit that the trial saw; inf if it could not be
+                evaluated.
         """
         return 2 * L
 
@@ -233,7 +235,7 @@ class Own(Paper):
         y = here.levels[1]
         return evaluate.problem.lower_set.project(here.z + (w[here.split :] - y))
 
-    def retry(self, L: float, seen: float) -> float:
+    def retry(self, L: float, seen: Callable[[], float]) -> float:
         r"""Return the curvature after L was rejected: the one that the trial saw.
 
         .. math::
@@ -244,9 +246,10 @@ class Own(Paper):
         times the curvature from which on the lemma accepts every trial. A trial that could not be
         evaluated saw nothing, and L is multiplied by 8.
         """
-        if math.isinf(seen):
+        curvature = seen()
+        if math.isinf(curvature):
             return _BLIND * L
-        return min(max(seen, 2 * L), _FARTHEST * L)
+        return min(max(curvature, 2 * L), _FARTHEST * L)
 
     def starts_long(self, trials: int) -> bool:
         """Tell whether the next line search starts from the long Barzilai-Borwein step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,7 +102,7 @@ class LineSearchRules(Protocol):
 
     def slack(self, here: Point, there: Point | Glimpse, gamma: float) -> float: ...
 
-    def retry(self, L: float, seen: float) -> float: ...
+    def retry(self, L: float, seen: Callable[[], float]) -> float: ...
 
     def inner_start(self, evaluate: Evaluator, here: Point, w: Tensor) -> Tensor: ...
 
@@ -169,19 +170,24 @@ class Armijo:
         """Make the trial with curvature L."""
         here = self.here
         merit = self.merit
-        direction = merit.direction(here)
-        moved = direction * (merit.mu / L)
+        moved = merit.direction(here).mul_(merit.mu / L)
         w = self.feasible.project(torch.sub(here.w, moved, out=moved))
         del moved
         d = distance(w, here.w, here.split)
-        # What the first-order model promises.
-        promise = _dot(direction, w - here.w, here.split)
-        del direction
+
+        def seen() -> float:
+            """Return the curvature of the merit on the way to the trial."""
+            if d == 0.0:
+                return math.inf
+            promise = _dot(merit.direction(here), w - here.w, here.split)
+            return 2 * merit.mu * (value - self.start - promise) / d**2
+
+        value = math.inf
         try:
             there = self._evaluate(w, L, d)
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
-            return Trial(False, math.inf, self.start, d, None, self.rules.retry(L, math.inf))
+            return Trial(False, value, self.start, d, None, self.rules.retry(L, seen))
         bound = self._bound(there, L, d)
         if isinstance(there, Glimpse):
             value = merit.value(there)
@@ -189,9 +195,9 @@ class Armijo:
         else:
             value = merit.value(there, self.zeta)
             accepted = self.constants.fixed_L is not None or value <= bound
-        seen = 2 * merit.mu * (value - self.start - promise) / d**2 if d > 0.0 else math.inf
         point = None if isinstance(there, Glimpse) else there
-        return Trial(accepted, value, bound, d, point, self.rules.retry(L, seen))
+        retry = L if accepted else self.rules.retry(L, seen)
+        return Trial(accepted, value, bound, d, point, retry)
 
     def _evaluate(self, w: Tensor, L: float, d: float) -> Point | Glimpse:
         """Evaluate a trial, to the end if its values leave hope."""

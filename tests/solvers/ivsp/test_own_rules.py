@@ -91,7 +91,7 @@ class TestRetry:
     def test_is_the_curvature_that_was_seen_within_bounds(
         self, seen: float, expected: float
     ) -> None:
-        assert self.own().retry(3.0, seen) == expected
+        assert self.own().retry(3.0, lambda: seen) == expected
 
     def test_a_search_on_a_quadratic_needs_two_trials_however_long_its_start(self) -> None:
         problem = BilevelProblem(
