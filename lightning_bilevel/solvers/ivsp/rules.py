@@ -149,6 +149,10 @@ class Paper:
         """
         return 2 * L
 
+    def allowed_at(self, L: float) -> float:
+        """Return the curvature by which the allowance of a trial with L is computed: L itself."""
+        return L
+
     def starts_long(self, trials: int) -> bool:
         """Tell whether the next line search starts from the long Barzilai-Borwein step."""
         return self.constants.bb == "long"
@@ -250,6 +254,16 @@ class Own(Paper):
         if math.isinf(curvature):
             return _BLIND * L
         return min(max(curvature, 2 * L), _FARTHEST * L)
+
+    def allowed_at(self, L: float) -> float:
+        r"""Return the curvature by which the allowance is computed: at least L_init.
+
+        The allowance :math:`\mu E^2/(2\vartheta)` grows as L falls. In float32 the error E cannot
+        be made smaller than rounding allows. Where the gradient mapping is smaller than that, an
+        allowance by the L of a long Barzilai-Borwein step would accept any step. The lemma needs
+        the allowance only where L is as large as the curvature of the merit.
+        """
+        return max(L, self.constants.L_init)
 
     def starts_long(self, trials: int) -> bool:
         """Tell whether the next line search starts from the long Barzilai-Borwein step.

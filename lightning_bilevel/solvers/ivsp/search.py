@@ -104,6 +104,8 @@ class LineSearchRules(Protocol):
 
     def retry(self, L: float, seen: Callable[[], float]) -> float: ...
 
+    def allowed_at(self, L: float) -> float: ...
+
     def inner_start(self, evaluate: Evaluator, here: Point, w: Tensor) -> Tensor: ...
 
     @property
@@ -219,6 +221,7 @@ class Armijo:
         """Return what the merit of a trial must be at most."""
         c = self.constants
         mu = self.merit.mu
+        L = self.rules.allowed_at(L)
         tau = allowance(d, L, mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
         tau = tau + self.here.zeta + self.zeta
         slack = self.rules.slack(self.here, there, self.merit.gamma)
