@@ -254,6 +254,7 @@ def test_rounding_excuses_no_long_step(seed: int) -> None:
     )
     solver = IVSP(groups(torch.zeros(20), torch.zeros(20)))
     values = [solver.step(problem=problem).upper for _ in range(320)]
-    rises = [then - now for now, then in itertools.pairwise(values[20:])]
+    best = list(itertools.accumulate(values, min))
+    rises = [then / least for least, then in zip(best, values[1:], strict=False) if least > 1e-9]
     assert values[-1] < 1e-8
-    assert max(rises) < 1e-5  # by the L of the step itself: 4e-4 and 1e-3
+    assert max(rises) < 500  # by the L of the step itself: 1e5 and 3e3
