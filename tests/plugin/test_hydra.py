@@ -25,7 +25,6 @@ def snippet() -> dict[str, Any]:
 
 
 def test_the_snippet_of_the_documentation_trains(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     config = snippet()
     config["trainer"] |= {"max_steps": 2, "default_root_dir": str(tmp_path), "logger": False}
     config["trainer"] |= {"enable_progress_bar": False, "enable_model_summary": False}
