@@ -231,8 +231,11 @@ class Own(Paper):
         return here, B_R, self._needed(mapping, here, merit, B_R)
 
     def slack(self, here: Point, there: Point | Glimpse, gamma: float) -> float:
-        """Return the rounding error of the values that the Armijo test compares."""
-        return rounding(here, there, gamma)
+        """Return the rounding error of the values that the Armijo test compares.
+
+        Each value is exact up to some roundings of its terms.
+        """
+        return _FLOOR * rounding(here, there, gamma)
 
     def inner_start(self, evaluate: Evaluator, here: Point, w: Tensor) -> Tensor:
         """Return where the inner loop of a trial w starts: at z, moved as far as y moves."""
