@@ -267,7 +267,7 @@ class IVSP(Answers):
             self._ascended: bool = True
         if step == 0.0:
             check_trials(trial.failures, trials - 1)
-            if not self._stalled:
+            if trials > 1 and not self._stalled:
                 # A step of length 0 is also what a g that changes between calls ends in.
                 problem.check_unchanged(x, y, here.f, here.lower)
             self._stalled: bool = self._stalled or warn_of_stall(
