@@ -718,7 +718,8 @@ def test_a_compiled_part_of_the_lower_level(tmp_path: Path, streamed: bool) -> N
         return module
 
     assert same_parameters(run(compile=True), run(compile=False))
-    assert 1 <= len(compiled) <= 8
+    assert len(compiled) <= 8
+    assert compiled or torch.__version__.startswith("2.4.")  # which compiles nothing here
 
 
 def test_fabric_takes_the_problem_as_a_closure() -> None:
