@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,15 @@ from lightning_bilevel import Ball, BilevelProblem, Box, DigitsCleaning, Free, P
 
 HALVES = {"families": families.MEMBERS, "held_out": held_out.MEMBERS}
 ALL = [*families.MEMBERS, *held_out.MEMBERS]
+
+
+@pytest.fixture(autouse=True)
+def _same_log_level() -> Iterator[None]:
+    """The benchmark silences Lightning, for its own process."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def label(member: Member) -> str:
