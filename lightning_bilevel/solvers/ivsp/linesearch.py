@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from lightning_bilevel.core.errors import LineSearchError
 
-__all__ = ["allowance", "backtrack", "barzilai_borwein"]
+__all__ = ["allowance", "backtrack", "barzilai_borwein", "next_excess"]
 
 
 class Trial(Protocol):
@@ -86,3 +86,27 @@ def allowance(
     ratio = mu * error / step if step > 0.0 else math.inf
     theta = max(min(ratio, theta_hat * L), theta_low)
     return mu * error**2 / (2 * theta)
+
+
+def next_excess(fall: float, weight: float, share: float) -> tuple[float, float]:
+    r"""Return how far the line search's reference is above the new merit, and the new weight.
+
+    The reference is an average C of the merits m so far (Zhang and Hager's):
+
+    .. math::
+        C_{k+1} = \frac{\eta Q_k C_k + m_{k+1}}{Q_{k+1}}, \qquad Q_{k+1} = \eta Q_k + 1
+
+    A trial may be above the current merit, but not above C. Barzilai-Borwein steps need that: most
+    of what they gain, they gain by steps that are not monotone. Where a step passes the test,
+    :math:`C_{k+1} \le C_k - (1 - \eta)(\tfrac{c_1}{2\mu}\|w^{k+1} - w^k\|^2 - \tau)`, because
+    :math:`Q \le 1/(1 - \eta)`: the sums of the theorem are those of a monotone run up to the factor
+    :math:`1/(1 - \eta)`. The excess :math:`C_{k+1} - m_{k+1}` stays when the smoothing or the
+    penalty changes, so C is shifted as the merit is.
+
+    Args:
+        fall: :math:`C_k - m_{k+1}`.
+        weight: :math:`Q_k`, 1 at the start.
+        share: :math:`\eta`, below 1; 0 is the monotone search of the paper.
+    """
+    before = share * weight
+    return max(before / (before + 1) * fall, 0.0), before + 1

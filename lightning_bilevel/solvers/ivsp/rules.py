@@ -42,9 +42,13 @@ _MAX_INNER = 50
 _FARTHEST = 1024.0
 _BLIND = 8.0
 # The inverse penalty follows the multiplier once the gradient mapping is this small, compared with
-# what a change would make of it, and until the penalty has been changed this often.
+# what a change would make of it, and until the penalty has been changed this often. A penalty that
+# is too strong is told sooner: the constraint holds by then.
 _SOLVED = 0.05
+_HOLDS = 0.5
 _MATCHES = 200
+# How much the reference of the line search remembers of earlier merits.
+_MEMORY = 0.85
 # The error of a gradient is at most this share of the gradient mapping; one above the whole of it
 # is computed again.
 _ERROR = 0.5
@@ -158,6 +162,11 @@ class Paper:
         return self.constants.bb == "long"
 
     @property
+    def memory(self) -> float:
+        """How much the reference of the line search remembers of earlier merits: nothing."""
+        return 0.0
+
+    @property
     def trial_cap(self) -> int:
         """The cap on the inner iterations of a trial."""
         return self.constants.max_inner
@@ -189,8 +198,9 @@ class Own(Paper):
         (:func:`~lightning_bilevel.solvers.ivsp.penalty.matching_factor`), also upwards: a penalty
         may be found too strong. It does so as soon as the smoothed problem is solved well enough to
         tell: the gradient mapping of the merit is at most a twentieth of what the change of
-        :math:`\gamma` makes of the mapping of :math:`\gamma f`. That happens in the first
-        iterations of a run only; from then on the grid falls by halves, as the theorem wants it.
+        :math:`\gamma` makes of the mapping of :math:`\gamma f`, and at most half of it where
+        :math:`\gamma` grows. That happens in the first iterations of a run only; from then on the
+        grid falls by halves, as the theorem wants it.
         """
         if self._must_update(there, merit, step):
             return max(_RATIO * merit.gamma, sys.float_info.min)
@@ -200,7 +210,8 @@ class Own(Paper):
         scale = float(merit.mu / L)
         left = _mapping(there, merit.direction(there), feasible, scale)
         change = abs(1 - factor) * _mapping(there, merit.gamma * there.grad_f, feasible, scale)
-        return factor * merit.gamma if left < _SOLVED * change else merit.gamma
+        share = _SOLVED if factor < 1.0 else _HOLDS
+        return factor * merit.gamma if left < share * change else merit.gamma
 
     def gradient_bound(self, here: Point, seen: float) -> float:
         """Return the user's B_R, or the largest norm of the gradient so far plus its error."""
@@ -274,6 +285,11 @@ class Own(Paper):
         If ``bb`` is None, it does as long as the first trial is accepted.
         """
         return self.constants.bb == "long" or (self.constants.bb is None and trials == 1)
+
+    @property
+    def memory(self) -> float:
+        """How much the reference of the line search remembers of earlier merits."""
+        return _MEMORY
 
     @property
     def trial_cap(self) -> int:

@@ -14,11 +14,11 @@ from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFinit
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
-from lightning_bilevel.solvers.ivsp.linesearch import allowance, barzilai_borwein
+from lightning_bilevel.solvers.ivsp.linesearch import allowance
 from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
 
-__all__ = ["Armijo", "Merit", "Trial", "next_start", "rounding"]
+__all__ = ["Armijo", "Merit", "Trial", "rounding"]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 _MAX_FAILURES = 5
@@ -129,7 +129,10 @@ class Armijo:
 
     .. math::
         \gamma f(w_L) + \phi_\mu(\tilde R_L + \zeta_{k+1}) \le \gamma f(w) + \phi_\mu(\tilde R)
-          - \tfrac{c_1}{2\mu} \|w_L - w\|^2 + \tau_L
+          + e - \tfrac{c_1}{2\mu} \|w_L - w\|^2 + \tau_L
+
+    The paper has e = 0. IVSP's own rules have the excess of an average of earlier merits
+    (:func:`~lightning_bilevel.solvers.ivsp.linesearch.next_excess`).
 
     Args:
         evaluate: The evaluation of points.
@@ -140,6 +143,7 @@ class Armijo:
         rules: The rules of the run.
         error: The bound on the error of the gradient here.
         zeta: The accuracy of trial points.
+        excess: e.
 
     Attributes:
         start: The merit of the current point.
@@ -156,6 +160,7 @@ class Armijo:
         rules: LineSearchRules,
         error: float,
         zeta: float,
+        excess: float,
     ) -> None:
         self.evaluate = evaluate
         self.here = here
@@ -165,6 +170,7 @@ class Armijo:
         self.rules = rules
         self.error = error
         self.zeta = zeta
+        self.excess = excess
         self.start = merit.value(here)
         self.failures: list[BilevelError] = []
 
@@ -225,7 +231,7 @@ class Armijo:
         tau = allowance(d, L, mu, self.error, theta_low=c.theta_low, theta_hat=c.theta_hat)
         tau = tau + self.here.zeta + self.zeta
         slack = self.rules.slack(self.here, there, self.merit.gamma)
-        return self.start - c.c1 / (2 * mu) * d**2 + tau + slack
+        return self.start + self.excess - c.c1 / (2 * mu) * d**2 + tau + slack
 
     def _note(self, error: BilevelError) -> None:
         """Note a failed trial. A shorter step may succeed; raise the error if that is hopeless."""
@@ -237,34 +243,6 @@ class Armijo:
         too_many = self.rules.gives_up_early and failed > _MAX_FAILURES
         if self.constants.fixed_L is not None or too_many:
             raise error
-
-
-def next_start(
-    here: Point,
-    there: Point,
-    now: Merit,
-    then: Merit,
-    L_start: float,
-    constants: Constants,
-    long: bool,
-) -> float:
-    r"""Return the first curvature of the next line search, from the change of point and gradient.
-
-    .. math::
-        \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
-          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
-
-    The constraints beside the lower level change it as R does.
-    """
-    dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
-    dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
-    now.pull(here, then.pull(there, dv), sign=-1.0)
-    dw_dv = _dot(there.w - here.w, dv, here.split)
-    dv_dv = _dot(dv, dv, here.split)
-    dw_dw = distance(there.w, here.w, here.split) ** 2 if long else None
-    return barzilai_borwein(
-        dw_dv, dv_dv, then.mu, L_start, constants.L_min, constants.L_max, dw_dw=dw_dw
-    )
 
 
 def rounding(here: Point, there: Point | Glimpse, gamma: float) -> float:

@@ -14,6 +14,7 @@ from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
 from lightning_bilevel.solvers.ivsp.answers import Answers
+from lightning_bilevel.solvers.ivsp.change import change_of
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
 from lightning_bilevel.solvers.ivsp.constants import (
     Constants,
@@ -23,13 +24,14 @@ from lightning_bilevel.solvers.ivsp.constants import (
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
 from lightning_bilevel.solvers.ivsp.growth import corrected, noise_of
 from lightning_bilevel.solvers.ivsp.keep import forget, keep
-from lightning_bilevel.solvers.ivsp.linesearch import backtrack
+from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
 from lightning_bilevel.solvers.ivsp.saved import readable
-from lightning_bilevel.solvers.ivsp.search import Armijo, Merit, next_start
+from lightning_bilevel.solvers.ivsp.search import Armijo, Merit
+from lightning_bilevel.solvers.ivsp.unit import EVERY, MOST, shortening
 
 __all__ = ["IVSP"]
 
@@ -203,11 +205,14 @@ class IVSP(Answers):
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Choose the missing constants at the first step; correct them where a sample grows."""
+        """Choose the missing constants at the first step, and correct them in the course of a run.
+
+        They are corrected where a sample grows, and the unit of x where it was too long.
+        """
         if self.param_groups[0]["chosen"] is not None:
             if self.memory.pop("corrects", False):
                 return self._corrected(problem, x, y)
-            return 1.0
+            return self._shortened()
         self._set(choose(problem, x, y, self.constants))
         return float(self.constants["own_unit"])
 
@@ -254,7 +259,8 @@ class IVSP(Answers):
         if problem.single_level:
             zeta = 0.0  # nothing is inexact
         error = rules.error(here.zeta, merit, B_R)
-        trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta)
+        excess = memory.get("excess", 0.0)
+        trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta, excess)
         try:
             accepted, L, trials = backtrack(trial, L_start, c.max_trials)
         except LineSearchError:
@@ -280,14 +286,22 @@ class IVSP(Answers):
         # The next start is computed now, so the previous point need not be kept.
         memory["L_start"] = L_start
         if c.fixed_L is None:
-            memory["L_start"] = next_start(
-                here, there, merit, then, L_start, c, rules.starts_long(trials)
+            change = change_of(here, there, merit, then)
+            long = change.dw_dw if rules.starts_long(trials) else None
+            memory["L_start"] = barzilai_borwein(
+                change.dw_dv, change.dv_dv, then.mu, L_start, c.L_min, c.L_max, dw_dw=long
             )
+            if c.rules == "own" and (stiffness := change.stiffness) is not None:
+                memory["stiffness"] = memory.get("stiffness", 0.0) + stiffness / EVERY
         memory.update(penalty_updates=t + updated, multiplier=merit.weight(there) / merit.gamma)
         multipliers = tuple(weight / merit.gamma for weight in merit.weights(there))
         if multipliers:
             memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
+            fall = trial.start + excess - merit.value(there)
+            memory["excess"], memory["weight"] = next_excess(
+                fall, memory.get("weight", 1.0), rules.memory
+            )
             memory["zeta"] = zeta
             memory["gamma"] = gamma
             memory["changes"] = memory.get("changes", t) + (gamma != merit.gamma)
@@ -372,7 +386,8 @@ class IVSP(Answers):
         self._known = None
         self._at = None
         forget(self.memory)
-        self.memory.pop("mapping", None)
+        for name in ("mapping", "excess", "weight"):
+            self.memory.pop(name, None)
         self.memory.update(began=self.memory["iteration"], corrects=True)
 
     def _corrected(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
@@ -383,6 +398,22 @@ class IVSP(Answers):
             return 1.0
         changed, factor = corrected(c, coupling(problem, x, y, z))
         self._set(changed)
+        return factor
+
+    def _shortened(self) -> float:
+        """Return the factor by which the unit of x gets shorter before this iteration."""
+        memory = self.memory
+        if memory["iteration"] % EVERY:
+            return 1.0
+        factor = shortening(memory.pop("stiffness", 0.0))
+        if factor == 1.0 or memory.get("units", 0) == MOST:
+            return 1.0
+        memory["units"] = memory.get("units", 0) + 1
+        self._set({"own_unit": factor * self.constants["own_unit"]})
+        # The theorem counts from here. The point is evaluated again, in a resumed run too.
+        forget(memory)
+        memory["began"] = memory["iteration"]
+        self._loaded = False
         return factor
 
     @property

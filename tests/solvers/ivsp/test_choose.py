@@ -163,7 +163,7 @@ def test_the_unit_of_x_wakes_up_a_level_that_hardly_moves() -> None:
     )
     x, y = torch.zeros(3, dtype=DOUBLE), torch.zeros(3, dtype=DOUBLE)
     solver = IVSP(groups(x, y))
-    for _ in range(200):
+    for _ in range(300):
         solver.step(problem=problem)
     assert solver.constants["own_unit"] >= 64.0
     assert float(point_of(solver)[0].min()) > 1e3

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_bilevel.core.errors import BilevelError, LineSearchError
-from lightning_bilevel.solvers.ivsp.linesearch import allowance, backtrack, barzilai_borwein
+from lightning_bilevel.solvers.ivsp.linesearch import (
+    allowance,
+    backtrack,
+    barzilai_borwein,
+    next_excess,
+)
 
 
 @dataclass
@@ -125,3 +130,27 @@ class TestAllowance:
         assert values == sorted(values, reverse=True)
         assert values[-1] == 0.0
         assert all(math.isfinite(value) for value in values)
+
+
+class TestTheReferenceOfTheLineSearch:
+    MERITS = (5.0, 4.0, 4.5, 1.0, 3.0, 0.5)
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 0.85])
+    def test_is_the_weighted_average_of_the_merits(self, share: float) -> None:
+        excess, weight = 0.0, 1.0
+        for count in range(2, len(self.MERITS) + 1):
+            before, new = self.MERITS[count - 2 : count]
+            excess, weight = next_excess(before + excess - new, weight, share)
+            powers = [share**age for age in range(count)]
+            terms = zip(powers, reversed(self.MERITS[:count]), strict=True)
+            average = sum(power * merit for power, merit in terms) / sum(powers)
+            assert weight == pytest.approx(sum(powers))
+            assert new + excess == pytest.approx(max(average, new))
+            if average < new:  # the average starts again at a merit above it
+                break
+
+    def test_of_the_paper_is_the_merit(self) -> None:
+        assert next_excess(3.0, 1.0, 0.0) == (0.0, 1.0)
+
+    def test_is_never_below_the_merit(self) -> None:
+        assert next_excess(-1e-3, 4.0, 0.85)[0] == 0.0

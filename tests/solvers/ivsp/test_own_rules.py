@@ -20,6 +20,7 @@ from lightning_bilevel import (
     certify,
 )
 from lightning_bilevel.core.prox import inexact_prox
+from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
 from lightning_bilevel.solvers.ivsp.rules import Own, Paper
@@ -51,7 +52,7 @@ class TestEarlyRejection:
         whole, same = run(seed, 25, L_init=1e-7)
         assert all(torch.equal(a, b) for a, b in zip(points, same, strict=True))
         assert [info.trials for info in early] == [info.trials for info in whole]
-        assert sum(info.trials - 1 for info in whole) > 5
+        assert sum(info.trials - 1 for info in whole) > 2
 
     def test_a_hopeless_trial_costs_two_passes_and_a_value(self) -> None:
         # f is a bowl and g keeps y at 0: a step that is 1e6 times too long is hopeless by f alone.
@@ -258,3 +259,133 @@ def test_rounding_excuses_no_long_step(seed: int) -> None:
     rises = [then / least for least, then in zip(best, values[1:], strict=False) if least > 1e-9]
     assert values[-1] < 1e-8
     assert max(rises) < 500  # by the L of the step itself: 1e5 and 3e3
+
+
+def stiff_in_x(factor: float, coupling: float = 0.01) -> tuple[BilevelProblem, Tensor, Tensor]:
+    """f is ``factor`` times as curved in x as in y, and the solution of g moves by ``coupling``."""
+    spread = torch.linspace(0.5, 2.0, 8, dtype=DOUBLE)
+    problem = BilevelProblem(
+        lambda x, y: 0.5 * (spread * (factor * (x - 1) ** 2 + (y - 2) ** 2)).sum(),
+        lambda x, y: 0.5 * (spread * (y - coupling * x) ** 2).sum(),
+    )
+    return problem, torch.zeros(8, dtype=DOUBLE), torch.full((8,), 0.3, dtype=DOUBLE)
+
+
+class TestTheUnitOfX:
+    def test_gets_shorter_where_the_merit_is_stiffer_in_x(self) -> None:
+        problem, x, y = stiff_in_x(1e4)
+        solver = IVSP(groups(x, y))
+        units = []
+        for _ in range(31):
+            solver.step(problem=problem)
+            units.append(solver.constants["own_unit"])
+        assert units[0] == units[9]
+        assert units[10] <= 0.5 * units[9]
+        assert all(later <= earlier for earlier, later in itertools.pairwise(units))
+        # Only after each ten iterations, and the group measures x in the same unit.
+        changes = [k for k in range(1, 31) if units[k] != units[k - 1]]
+        assert all(k % 10 == 0 for k in changes)
+        assert solver.param_groups[0]["unit"] == units[-1]
+
+    def test_stays_where_both_levels_are_alike(self) -> None:
+        problem, x, y = stiff_in_x(1.0, coupling=1.0)
+        solver = IVSP(groups(x, y))
+        first = solver.step(problem=problem)
+        unit = solver.constants["own_unit"]
+        for _ in range(40):
+            solver.step(problem=problem)
+        assert first.step > 0.0
+        assert solver.constants["own_unit"] == unit
+
+    def test_is_a_change_of_variables(self) -> None:
+        problem, x, y = stiff_in_x(1e4)
+        solver = IVSP(groups(x, y))
+        for _ in range(10):
+            info = solver.step(problem=problem)
+        before = point_of(solver)
+        factor = 0.25
+        solver.memory["stiffness"] = 8.0
+        scaled = solver._in_units(problem)
+        assert solver.prepare(scaled, *solver._read(scaled)) == factor
+        # The user's point and the values there are the same in the new unit.
+        solver.param_groups[0]["unit"] *= factor
+        scaled = solver._in_units(problem)
+        x, y = solver._read(scaled)
+        assert torch.equal(x * solver.param_groups[0]["unit"], before[0])
+        assert scaled.upper(x, y).value == info.upper
+
+    def test_the_theorem_counts_from_its_last_change(self) -> None:
+        problem, x, y = stiff_in_x(1e4)
+        solver = IVSP(groups(x, y))
+        for _ in range(40):
+            solver.step(problem=problem)
+        began = solver.memory["began"]
+        assert began > 0
+        assert began % 10 == 0
+        assert solver.proved is not None
+        assert solver.proved.iteration > began
+
+    def test_changes_at_most_ten_times(self) -> None:
+        problem, x, y = stiff_in_x(1.0)
+        solver = IVSP(groups(x, y))
+        solver.step(problem=problem)
+        for _ in range(12):
+            solver.memory.update(stiffness=4.0, iteration=20)
+            solver.step(problem=problem)
+        assert solver.memory["units"] == 10
+
+    @pytest.mark.parametrize("stop", [9, 10, 11, 20])
+    def test_a_resumed_run_goes_on_bit_for_bit(self, stop: int) -> None:
+        problem, x, y = stiff_in_x(1e4)
+        one = IVSP(groups(x.clone(), y.clone()))
+        for _ in range(stop):
+            one.step(problem=problem)
+        two = IVSP(groups(*(level.clone() for level in point_of(one))))
+        two.load_state_dict(one.state_dict())
+        for _ in range(15):
+            first, second = one.step(problem=problem), two.step(problem=problem)
+            assert first.passes == second.passes
+            assert first.upper == second.upper
+        assert all(map(torch.equal, point_of(one), point_of(two)))
+
+    def test_the_stiffness_is_the_ratio_of_the_curvatures(self) -> None:
+        change = Change(products=(32.0, 4.0), squares=(2.0, 4.0), dv_dv=9.0)
+        assert change.stiffness == pytest.approx(4.0)
+        assert (change.dw_dv, change.dw_dw) == (36.0, 6.0)
+        # A level that is not convex along the step says nothing.
+        assert Change((32.0, -4.0), (2.0, 4.0), 1.0).stiffness is None
+        assert Change((1.0, 0.0), (1.0, 1.0), 1.0).stiffness is None
+        assert Change((1.0, 1.0), (0.0, 1.0), 1.0).stiffness is None
+        tiny = Change((1e-300, 1.0), (1e-320, 1.0), 1.0).stiffness
+        assert tiny is not None
+        assert math.isfinite(tiny)
+
+
+class TestTheReference:
+    def test_lets_a_merit_rise_but_not_above_the_average(self) -> None:
+        # A long valley: Barzilai-Borwein steps are not monotone there.
+        spread = torch.logspace(-3, 0, 30, dtype=DOUBLE)
+        problem = BilevelProblem(
+            lambda x, y: 0.5 * (x**2).sum() + 0.5 * (spread * (y - 1) ** 2).sum(),
+            lambda x, y: 0.5 * (spread * (y - x) ** 2).sum(),
+        )
+        solver = IVSP(groups(torch.ones(30, dtype=DOUBLE), -torch.ones(30, dtype=DOUBLE)))
+        rises = 0
+        for _ in range(60):
+            excess = solver.memory.get("excess", 0.0)
+            merit = solver._merit() if solver.constants["chosen"] is not None else None
+            before = solver._known
+            solver.step(problem=problem)
+            after = solver._known
+            if merit is None or before is None or after is None:
+                continue
+            rise = merit.value(after) - merit.value(before)
+            # Up to the accuracy of the evaluations.
+            assert rise <= excess + before.zeta + after.zeta + 0.1 * merit.mu
+            rises += rise > before.zeta + after.zeta
+        assert rises > 0
+
+    def test_the_paper_has_none(self) -> None:
+        assert Paper.memory.fget is not None
+        assert Paper(constants=None).memory == 0.0  # type: ignore[arg-type]
+        assert 0.0 < Own(constants=None).memory < 1.0  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""What one step of IVSP changed: the numbers that the next start and the unit of x are made of."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from lightning_bilevel.core.vectors import dot
+from lightning_bilevel.solvers.ivsp.point import Point
+from lightning_bilevel.solvers.ivsp.search import Merit
+
+__all__ = ["Change", "change_of"]
+
+
+class Change(NamedTuple):
+    r"""Inner products of a step :math:`\Delta w` and of the change :math:`\Delta v` of direction.
+
+    Each level is summed on its own: x may be one number and y a million. A pair is x's and y's.
+
+    Attributes:
+        products: :math:`\langle \Delta w, \Delta v \rangle`.
+        squares: :math:`\|\Delta w\|^2`.
+        dv_dv: :math:`\|\Delta v\|^2` of both levels.
+    """
+
+    products: tuple[float, float]
+    squares: tuple[float, float]
+    dv_dv: float
+
+    @property
+    def dw_dv(self) -> float:
+        """The product of both levels."""
+        return self.products[0] + self.products[1]
+
+    @property
+    def dw_dw(self) -> float:
+        """The square of both levels."""
+        return self.squares[0] + self.squares[1]
+
+    @property
+    def stiffness(self) -> float | None:
+        r"""How much more the merit is curved in x than in y, as a logarithm to base 2.
+
+        .. math::
+            \log_2 \frac{\langle \Delta x, \Delta v_x \rangle / \|\Delta x\|^2}
+              {\langle \Delta y, \Delta v_y \rangle / \|\Delta y\|^2}
+
+        None if one of the levels did not move, or is not convex along the step: that says nothing
+        about how long the next one may be.
+        """
+        if 0.0 in self.squares or min(self.products) <= 0.0:
+            return None
+        of_x, of_y = (
+            math.log2(product) - math.log2(square)
+            for product, square in zip(self.products, self.squares, strict=True)
+        )
+        return of_x - of_y
+
+
+def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
+    r"""Compare two points, each with the direction of its own merit function.
+
+    .. math::
+        \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
+          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
+
+    The constraints beside the lower level change it as R does.
+    """
+    dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
+    dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
+    now.pull(here, then.pull(there, dv), sign=-1.0)
+    dw = there.w - here.w
+    x, y = slice(here.split), slice(here.split, None)
+    return Change(
+        products=(dot(dw[x], dv[x]), dot(dw[y], dv[y])),
+        squares=(dot(dw[x], dw[x]), dot(dw[y], dw[y])),
+        dv_dv=dot(dv[x], dv[x]) + dot(dv[y], dv[y]),
+    )
