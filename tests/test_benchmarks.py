@@ -24,6 +24,7 @@ from benchmarks import (
     mini_batches,
     past_one_machine,
     results,
+    reweighting,
     stationarity,
     streaming,
     tasks,
@@ -63,7 +64,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
     few = dict.fromkeys(("train_classes", "validation_classes", "test_classes"), 10)
     monkeypatch.setattr(tasks, "GlyphEpisodes", partial(GlyphEpisodes, **few))
-    monkeypatch.setattr(streaming, "BATCH", 8)
+    for module in (streaming, reweighting):
+        monkeypatch.setattr(module, "BATCH", 8)
     # Large pages and usual ones differ in a variable of the environment: one process shows both.
     once = cache(partial(growth.in_a_process, large_pages=True))
     monkeypatch.setattr(
