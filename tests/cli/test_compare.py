@@ -33,8 +33,10 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
-def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    # The figure takes as long as two methods: it is drawn where a test looks at it.
+    monkeypatch.setattr(compare_module, "write_figure", lambda *args: None)
 
 
 @pytest.fixture
@@ -64,8 +66,12 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 def test_comparison_writes_everything(
-    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    small: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(compare_module, "write_figure", write_figure)
     out = tmp_path / "out"
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
     found = rows(out)
