@@ -20,7 +20,7 @@ from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
 from running import trainer
 
-from lightning_bilevel import FullBatchDataModule, OptimizationBudget, SineProblem
+from lightning_bilevel import IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli import compare as compare_module
@@ -143,8 +143,15 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
 
 
 def test_an_interrupted_method_goes_on(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
+    advance = IVSP.advance
+
+    def timed(self: IVSP, *args: Any) -> Any:
+        clock.now += 0.03
+        return advance(self, *args)
+
+    monkeypatch.setattr(IVSP, "advance", timed)
     out = tmp_path / "out"
     call = [
         "compare",
