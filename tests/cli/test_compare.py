@@ -51,6 +51,18 @@ def small(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """An iteration of IVSP takes 30 ms, whatever else the machine does."""
+    advance = IVSP.advance
+
+    def timed(self: IVSP, *args: Any) -> Any:
+        clock.now += 0.03
+        return advance(self, *args)
+
+    monkeypatch.setattr(IVSP, "advance", timed)
+
+
 def edited(config: Path, *keys: str, value: Any) -> None:
     content = yaml.safe_load(config.read_text())
     inner = content
@@ -143,15 +155,8 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
 
 
 def test_an_interrupted_method_goes_on(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, steady: None
 ) -> None:
-    advance = IVSP.advance
-
-    def timed(self: IVSP, *args: Any) -> Any:
-        clock.now += 0.03
-        return advance(self, *args)
-
-    monkeypatch.setattr(IVSP, "advance", timed)
     out = tmp_path / "out"
     call = [
         "compare",
@@ -504,7 +509,7 @@ class TestAModuleOfTheUsers:
         path.write_text(yaml.safe_dump({**content, "model": model}))
         return path
 
-    def test_it_is_evaluated_all_the_same(self, tmp_path: Path) -> None:
+    def test_it_is_evaluated_all_the_same(self, tmp_path: Path, steady: None) -> None:
         path = self.config(tmp_path, class_path="modules.Cleaner", init_args={"n_train": 30})
         (result,) = compare([path], 0.2, tmp_path / "out", evaluations=2)
         assert result.error is None
