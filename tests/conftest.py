@@ -5,6 +5,7 @@ Some tests run only when they are asked for.
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
     if options.dist == "no":
         options.dist = "loadfile"  # what a file prepares is prepared once
+        options.loadscopereorder = False  # the order is that of `long_files_first`
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,6 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    long_files_first(items)
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Move files with integration tests to the front, those with most of them first.
+
+    They take longest. Many short files at the end keep all processes busy to the last.
+    """
+    count = Counter(item.path for item in items if item.get_closest_marker("integration"))
+    items.sort(key=lambda item: -count[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from benchmarks import (
     baselines,
     boat,
     contenders,
+    growth,
     hyperparameters,
     memory,
     mini_batches,
     past_one_machine,
     results,
+    reweighting,
     stationarity,
+    streaming,
     tasks,
     trusted,
     trusted_figure,
@@ -36,6 +39,7 @@ from lightning_bilevel import (
     BilevelError,
     DigitsCleaning,
     Envelope,
+    GlyphEpisodes,
     StreamingIVSP,
     certify,
 )
@@ -58,6 +62,15 @@ TINY = tasks.Size(
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
+    few = dict.fromkeys(("train_classes", "validation_classes", "test_classes"), 10)
+    monkeypatch.setattr(tasks, "GlyphEpisodes", partial(GlyphEpisodes, **few))
+    for module in (streaming, reweighting):
+        monkeypatch.setattr(module, "BATCH", 8)
+    # Large pages and usual ones differ in a variable of the environment: one process shows both.
+    once = cache(partial(growth.in_a_process, large_pages=True))
+    monkeypatch.setattr(
+        growth, "in_a_process", lambda counts, rounds, large: once(tuple(counts), rounds)
+    )
     # No rival is installed, whatever is.
     for module in (boat, memory, contenders, mini_batches):
         monkeypatch.setattr(module, "installed", lambda package: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +47,12 @@ _READ_ONLY = ("certify", "probe")
 def _only_mps() -> bool:
     """Whether Lightning's automatic choice is a device without float64, which `fit` refuses."""
     return MPSAccelerator.is_available() and not CUDAAccelerator.is_available()
+
+
+def _first(args: ArgsType) -> Any:
+    """Return the first argument: a command, unless a config for several commands stands before."""
+    given = sys.argv[1:] if args is None else args
+    return given[0] if isinstance(given, list) and given else None
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -99,6 +106,7 @@ class BilevelCLI(LightningCLI):
         )
         # Parsing errors are raised, so that `main` can print them in one line. Each command has its
         # own parser, which needs the setting too.
+        self._asked = None if "parser_kwargs" in kwargs else _first(args)
         common = {"exit_on_error": False}
         commands = {} if kwargs.get("run") is False else dict.fromkeys(self.subcommands(), common)
         kwargs["parser_kwargs"] = {
@@ -135,6 +143,10 @@ class BilevelCLI(LightningCLI):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
+        if self._asked in self.subcommands() and subcommand != self._asked:
+            # The arguments of all commands take half a second, and this command reads its own only.
+            self._subcommand_method_arguments[subcommand] = []
+            return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for action in parser._actions:
             if action.dest == "proved":

@@ -15,6 +15,9 @@ from lightning_bilevel.report.figures import PALETTE
 __all__ = ["draw_episode", "draw_samples"]
 
 _COLUMNS = 8
+# The inches of a sample, and those above all samples.
+_CELL = (1.1, 1.3)
+_HEAD = 0.25
 _WRONG = PALETTE["vermillion"]
 
 
@@ -37,15 +40,23 @@ def draw_samples(
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(images) / _COLUMNS)
-    figure = Figure(figsize=(_COLUMNS * 1.1, rows * 1.35), layout="constrained")
-    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
-    for axis in axes:
-        axis.set_axis_off()
-    for axis, image, label, guess in zip(axes, images.cpu(), given, predicted, strict=False):
+    width, height = _COLUMNS * _CELL[0], rows * _CELL[1] + _HEAD
+    figure = Figure(figsize=(width, height))
+    # One axis in inches for all images: one per image would take seconds to draw.
+    axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axis.set_axis_off()
+    for number, (image, label, guess) in enumerate(
+        zip(images.cpu(), given, predicted, strict=False)
+    ):
+        row, column = divmod(number, _COLUMNS)
+        middle, top = (column + 0.5) * _CELL[0], _HEAD + row * _CELL[1]
+        axis.text(middle, top + 0.2, f"{label} → {guess}", fontsize=9, ha="center", va="baseline")
         pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
-        axis.imshow(pixels.numpy(), cmap=cmap)
-        axis.set_title(f"{label} → {guess}", fontsize=9)
-    figure.suptitle(title, fontsize=10)
+        half, long = (side / max(pixels.shape[:2]) for side in (pixels.shape[1] / 2, len(pixels)))
+        place = (middle - half, middle + half, top + 0.25 + long, top + 0.25)
+        axis.imshow(pixels.numpy(), cmap=cmap, extent=place)
+    axis.set(xlim=(0.0, width), ylim=(height, 0.0))
+    figure.suptitle(title, fontsize=10, y=1 - 0.08 / height)
     return figure
 
 

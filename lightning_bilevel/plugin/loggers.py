@@ -47,7 +47,7 @@ def log_text(trainer: Any, tag: str, text: str, iteration: int) -> None:
 
 
 def log_figure(trainer: Any, tag: str, draw: Callable[[], Any], iteration: int) -> None:
-    """Log a figure. Without a logger it is not even drawn.
+    """Log a figure. Without a logger, or in a trial run of a few steps, it is not even drawn.
 
     Args:
         trainer: The Trainer.
@@ -55,7 +55,7 @@ def log_figure(trainer: Any, tag: str, draw: Callable[[], Any], iteration: int) 
         draw: Returns its pixels (height, width, channel), or a matplotlib figure.
         iteration: The outer iteration that it is of.
     """
-    if not trainer.is_global_zero or not trainer.loggers:
+    if not trainer.is_global_zero or not trainer.loggers or trainer.fast_dev_run:
         return
     try:
         pixels = _pixels(draw())

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from places import SUPPORT
-from starting import started
+from starting import Forked
 from tables import SOLVERS
 
 pytestmark = pytest.mark.integration
 
 
 def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) -> dict[str, Any]:
-    process = started(SUPPORT / "crashes.py", folder, seed, kills, *solvers)
+    process = Forked(SUPPORT / "crashes.py", folder, seed, kills, *solvers, cwd=folder)
     printed, errors = process.communicate(timeout=timeout)
     assert process.returncode == 0, errors
     found: dict[str, Any] = json.loads(printed)

@@ -565,6 +565,31 @@ def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str
         assert len(words.split()) > 3, name
 
 
+def test_a_command_builds_the_parser_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, where the config stands before the command: it may have parts for several."""
+    built: list[list[str]] = []
+
+    class Parsed(Exception):
+        pass
+
+    def stop(cli: BilevelCLI) -> None:
+        built.append([name for name, added in cli._subcommand_method_arguments.items() if added])
+        raise Parsed
+
+    monkeypatch.setattr(BilevelCLI, "before_instantiate_classes", stop)
+    parts = {"fit": yaml.safe_load(CONFIG.read_text()), "test": {"trainer": {"max_epochs": 3}}}
+    (tmp_path / "parts.yaml").write_text(yaml.safe_dump(parts))
+    for call in (
+        ["fit", "--config", str(CONFIG)],
+        ["--config", str(tmp_path / "parts.yaml"), "fit"],
+    ):
+        with pytest.raises(Parsed):
+            main(call)
+    assert built == [["fit"], list(BilevelCLI.subcommands())]
+
+
 @pytest.mark.integration
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "lightning-bilevel"
@@ -577,6 +602,7 @@ def test_the_command_is_installed() -> None:
 READY = sorted(CONFIGS.rglob("*.yaml"))
 
 
+SPLITS = ("train", "validation", "test")
 FOLDERS = {
     "MNISTCleaning": "MNIST",
     "FashionMNISTCleaning": "FashionMNIST",
@@ -626,8 +652,10 @@ def test_every_config_runs(
         options += [
             "--model.tasks=2",
             "--model.channels=4",
-            *(f"--data.init_args.n_{split}=2" for split in ("train", "validation", "test")),
+            *(f"--data.init_args.n_{split}=2" for split in SPLITS),
         ]
+    if source == "GlyphEpisodes":  # its 300 characters take two seconds to draw
+        options += [f"--data.init_args.{split}_classes=20" for split in SPLITS]
     fresh = source.endswith("Episodes") and config.parent.name.endswith("_mini_batches")
     if fresh:
         options.append("--data.init_args.tasks_per_batch=2")

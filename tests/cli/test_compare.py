@@ -20,7 +20,7 @@ from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
 from running import trainer
 
-from lightning_bilevel import FullBatchDataModule, OptimizationBudget, SineProblem
+from lightning_bilevel import IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli import compare as compare_module
@@ -33,8 +33,10 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
-def _command_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    # The figure takes as long as two methods: it is drawn where a test looks at it.
+    monkeypatch.setattr(compare_module, "write_figure", lambda *args: None)
 
 
 @pytest.fixture
@@ -47,6 +49,18 @@ def small(tmp_path: Path) -> Path:
         config["model"]["init_args"]["n"] = 10
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     return folder
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """An iteration of IVSP takes 30 ms, whatever else the machine does."""
+    advance = IVSP.advance
+
+    def timed(self: IVSP, *args: Any) -> Any:
+        clock.now += 0.03
+        return advance(self, *args)
+
+    monkeypatch.setattr(IVSP, "advance", timed)
 
 
 def edited(config: Path, *keys: str, value: Any) -> None:
@@ -64,8 +78,12 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 def test_comparison_writes_everything(
-    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    small: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(compare_module, "write_figure", write_figure)
     out = tmp_path / "out"
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
     found = rows(out)
@@ -137,7 +155,7 @@ def test_called_again_it_runs_only_what_is_missing(tmp_path: Path, small: Path) 
 
 
 def test_an_interrupted_method_goes_on(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, steady: None
 ) -> None:
     out = tmp_path / "out"
     call = [
@@ -491,7 +509,7 @@ class TestAModuleOfTheUsers:
         path.write_text(yaml.safe_dump({**content, "model": model}))
         return path
 
-    def test_it_is_evaluated_all_the_same(self, tmp_path: Path) -> None:
+    def test_it_is_evaluated_all_the_same(self, tmp_path: Path, steady: None) -> None:
         path = self.config(tmp_path, class_path="modules.Cleaner", init_args={"n_train": 30})
         (result,) = compare([path], 0.2, tmp_path / "out", evaluations=2)
         assert result.error is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from places import SYNTHETIC
-from starting import started
+from starting import Forked
 
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.messages import parsing_error
@@ -286,7 +286,7 @@ def test_in_a_process_of_its_own(
     tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     config(tmp_path)
-    process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
+    process = Forked("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == code
     assert words in errors

@@ -92,9 +92,9 @@ def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     assert float(source.corrupted[found].float().mean()) > 0.85
     assert "suspicious samples" in events(Path(logger.log_dir)).Tags()["images"]
     figure = ours.suspicious_figure(*source.lower[:2], count=10)
-    drawn = [axis for axis in figure.axes if axis.get_images()]
-    assert len(drawn) == 10
-    assert [int(axis.get_title().split()[0]) for axis in drawn] == source.lower[1][
+    (axis,) = figure.axes
+    assert len(axis.get_images()) == 10
+    assert [int(text.get_text().split()[0]) for text in axis.texts] == source.lower[1][
         ours.suspicious(10)
     ].tolist()
 

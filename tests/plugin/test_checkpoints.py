@@ -92,7 +92,11 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
         if parallel.runs(task, solver)
     ],
 )
-def test_from_any_iteration_on(tmp_path: Path, task: str, solver: str, precision: str) -> None:
+def test_from_any_iteration_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, solver: str, precision: str
+) -> None:
+    # Nobody looks at the picture, which takes longer than the run.
+    monkeypatch.setattr("lightning_bilevel.modules.hypercleaning.log_figure", lambda *args: None)
     case = f"{task}/{solver}/{precision}"
     whole = make(case, tmp_path, folder=tmp_path)
     for stop in range(1, STEPS):

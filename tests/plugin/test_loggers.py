@@ -218,6 +218,20 @@ def test_a_figure_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         )
 
 
+def test_a_trial_run_draws_no_figure(tmp_path: Path) -> None:
+    """Lightning gives it a logger that throws everything away."""
+    drawn: list[int] = []
+
+    class Drawn(Weighting):
+        def on_train_end(self) -> None:
+            log_figure(self.trainer, "weights", lambda: drawn.append(1), 1)
+
+    run = trainer(tmp_path, fast_dev_run=True, logger=CSVLogger(tmp_path))
+    run.fit(Drawn(), datamodule=weighting_data())
+    assert len(run.loggers) == 1
+    assert not drawn
+
+
 def test_a_logger_that_fails_at_the_end_takes_nothing_with_it(tmp_path: Path) -> None:
     """Numbers that are not logged end a run, as Lightning has it. All else is saved before."""
     callbacks = [CertificateReport(), LastCheckpoint(tmp_path)]

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import samples
 from places import SUPPORT
-from starting import gone, started, two_process_config
+from starting import Forked, gone, two_process_config
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
@@ -54,7 +54,7 @@ CLOSE = {"64-true": 1e-12, "32-true": 1e-5}
 def over_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every case ended with in both of two processes."""
     out = tmp_path_factory.mktemp("parallel") / "out.pt"
-    process = started(SUPPORT / "parallel.py", out, *CASES)
+    process = Forked(SUPPORT / "parallel.py", out, *CASES, cwd=out.parent)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     found: dict[str, Any] = torch.load(out, weights_only=True)
@@ -103,7 +103,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each wrong module or loader was refused with, in both of two processes."""
     out = tmp_path_factory.mktemp("refusals") / "out"
     # They leave files where they run.
-    process = started(SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent)
+    process = Forked(SUPPORT / "parallel_faults.py", "refusals", out, cwd=out.parent)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
@@ -194,9 +194,7 @@ def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(
 def test_a_process_that_fails_ends_the_job(
     tmp_path: Path, how: str, rank: int, words: str | None
 ) -> None:
-    process = started(
-        SUPPORT / "parallel_faults.py", how, rank, cwd=tmp_path, start_new_session=True
-    )
+    process = Forked(SUPPORT / "parallel_faults.py", how, rank, cwd=tmp_path)
     try:
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
@@ -224,7 +222,7 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
         "--out",
         tmp_path / "out",
     ]
-    process = started("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
+    process = Forked("-m", "lightning_bilevel", *arguments, cwd=tmp_path)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     result = json.loads((tmp_path / "out" / "ivsp" / "result.json").read_text())
@@ -243,7 +241,7 @@ def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None
     ]
     path = two_process_config(tmp_path)
     command = ["-m", "lightning_bilevel"]
-    one = started(
+    one = Forked(
         *command,
         "fit",
         "--config",
@@ -257,9 +255,9 @@ def test_certify_and_probe_over_two_processes_print_once(tmp_path: Path) -> None
     assert one.returncode == 0, errors
     checkpoint = ["--ckpt_path", tmp_path / "checkpoints" / "last.ckpt"]
     calls = {
-        "certify": started(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)
+        "certify": Forked(*command, "certify", "--config", path, *quiet, *checkpoint, cwd=tmp_path)
     }
-    calls["probe"] = started(*command, "probe", "--config", path, *quiet, cwd=tmp_path)
+    calls["probe"] = Forked(*command, "probe", "--config", path, *quiet, cwd=tmp_path)
     for name, process in calls.items():
         printed, errors = process.communicate(timeout=120)
         assert process.returncode == 0, (name, errors)

@@ -11,7 +11,7 @@ import streaming_processes
 import torch
 from modules import samples
 from places import SUPPORT
-from starting import started
+from starting import Forked
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.integration]
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.integration]
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("streaming")
-    process = started(SUPPORT / "streaming_processes.py", folder / "ends.pt", cwd=folder)
+    process = Forked(SUPPORT / "streaming_processes.py", folder / "ends.pt", cwd=folder)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return torch.load(folder / "ends.pt", weights_only=True)

@@ -17,7 +17,7 @@ import yaml
 from modules import samples
 from places import SUPPORT
 from running import trainer
-from starting import gone, started, two_process_config
+from starting import Forked, gone, started, two_process_config
 
 from lightning_bilevel import FullBatchDataModule
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.integration]
 def fits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of all fits over two processes, and what they printed."""
     folder = tmp_path_factory.mktemp("fits")
-    process = started(SUPPORT / "two_processes.py", folder, cwd=folder)
+    process = Forked(SUPPORT / "two_processes.py", folder, cwd=folder)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return folder, printed
@@ -88,9 +88,7 @@ def test_sigterm_ends_both_processes_at_any_moment(
     terminate = {"class_path": "two_processes.Terminate", "init_args": {"hook": hook, "step": step}}
     content["trainer"]["callbacks"] = [terminate]
     path.write_text(yaml.safe_dump(content))
-    process = started(
-        "-m", "lightning_bilevel", "fit", "--config", path, cwd=tmp_path, start_new_session=True
-    )
+    process = Forked("-m", "lightning_bilevel", "fit", "--config", path, cwd=tmp_path)
     try:
         _, errors = process.communicate(timeout=90)
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), errors
