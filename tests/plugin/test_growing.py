@@ -332,9 +332,10 @@ class TestRuns:
         ("growing", "paper", 8),
         ("growing", "own", 8),
         ("growing", "f2sa", 8),
-        ("looking", "paper", 22),  # it grows after iteration 20
+        ("looking", "paper", 12),  # it grows after iteration 10
         ("looking", "own", 8),  # after iteration 5
         ("growing episodes", "paper", 5),
+        ("looking episodes", "paper", 37),  # after iteration 35
     ],
 )
 def test_a_run_resumes_bit_for_bit_in_any_stage(
