@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from functools import cache, partial
@@ -18,6 +19,7 @@ from benchmarks import (
     baselines,
     boat,
     contenders,
+    growing,
     growth,
     hyperparameters,
     memory,
@@ -382,3 +384,67 @@ def test_the_training_loss_of_the_hyperparameters_is_torchs() -> None:
         plain = cross_entropy(net(batch[0]), batch[1], label_smoothing=smoothing)
         ours = hyperparameters.training_loss(net, x, batch)
     assert float(ours) == pytest.approx(float(plain) + sum(decays), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestGrowing:
+    """A growing sample against all data."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(growing.DATA, "mnist", DigitsCleaning)
+        # A second of processor time is one call of the clock.
+        monkeypatch.setattr(growing.time, "process_time", itertools.count().__next__)
+
+    @pytest.mark.parametrize(
+        ("options", "constants"),
+        [
+            (["--task", "mnist", "--train", "300", "--validation", "100"], ["paper", "own"]),
+            pytest.param(
+                ["--task", "glyphs", "--train", "4", "--validation", "2", "--kkt", "0"],
+                ["task"],
+                marks=pytest.mark.integration,
+            ),
+        ],
+    )
+    def test_both_sides_run_and_leave_their_rows(
+        self, options: list[str], constants: list[str], tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out.jsonl"
+        how = ["--growing", '{"start": 2, "every": 2}', "--error", "0.9", "0.0", "--budget", "6"]
+        growing.main([*options, "--constants", *constants, *how, "--seeds", "1", "--out", str(out)])
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [each["constants"] for each in found] == constants
+        for each in found:
+            rows = each["growing"]["rows"]
+            assert [row[1] for row in each["full"]["rows"]][-1] == 6 == rows[-1][1]
+            assert all(row[2] == 0 for row in each["full"]["rows"])
+            assert rows[0][2] == 2 < rows[-1][2]
+            # No side is without an error, so none ends early.
+            assert each["growing"]["error"]["0.0"] is None
+            assert each["growing"]["seconds"] == 6
+
+    def test_the_full_side_ends_after_a_multiple_of_the_other(self, tmp_path: Path) -> None:
+        out = tmp_path / "out.jsonl"
+        options = "--task mnist --train 300 --validation 100 --constants own --seeds 1 --kkt 0"
+        marks = "--error 1.0 --ratio 3 --budget 30"
+        growing.main([*options.split(), *marks.split(), "--out", str(out)])
+        found = json.loads(out.read_text())
+        # Any error is at most 1: both are done at their first evaluation.
+        assert found["growing"]["error"] == {"1.0": 1}
+        assert found["full"]["error"] == {"1.0": 1}
+        marks = "--error 1.0 0.0 --ratio 3 --budget 30"
+        growing.main([*options.split(), *marks.split(), "--out", str(out)])
+        found = json.loads(out.read_text().splitlines()[1])
+        # The growing side has a third of the budget. It reached 1.0 in its first second, and the
+        # full side, which has had its turns until then, ends with it.
+        assert found["growing"]["seconds"] == 10
+        assert 3 <= found["full"]["seconds"] <= 10
+
+    def test_the_growing_side_runs_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = "--task mnist --train 300 --validation 100 --constants cleaning --seeds 1 --kkt 0"
+        growing.main([*options.split(), "--alone", "--budget", "2", "--error", "0", "--verbose"])
+        printed = capsys.readouterr().out
+        assert "growing 1 1 " in printed
+        assert "full" not in printed
+        assert "mnist 300 cleaning seed 1: growing error 0.0 in -; smallest error" in printed

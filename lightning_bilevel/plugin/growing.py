@@ -143,6 +143,24 @@ class NestedSample:
         index = order[before:size]
         return self._taken("lower", index), len(index) / len(order)
 
+    def unseen(self, number: int) -> tuple[dict[str, Any], Stage]:
+        """Return samples that a stage has not, half as many as it has, and their share of all.
+
+        They are the first that the next stage will have. A level that has no others is whole.
+        """
+        size = self.sizes[number]
+        taken = {
+            level: order[size : size + max(size // 2, 1)]
+            for level, order in self._orders.items()
+            if size < len(order)
+        }
+        batch = {level: self._taken(level, index) for level, index in taken.items()}
+        shares = (
+            len(taken[level]) / count if level in taken else 1.0
+            for level, count in self.counts.items()
+        )
+        return {**self.batch, **batch}, Stage(size, self.sizes[-1], *shares)
+
     def parts(self, number: int, count: int) -> list[dict[str, Any]]:
         """Return parts of a stage, about equally large and stratified as it is.
 

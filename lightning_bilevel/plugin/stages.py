@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lightning_bilevel.core.episode import Adaptation
+from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.stage import Stage
+from lightning_bilevel.core.stage import Stage, Unseen
 from lightning_bilevel.plugin.batches import BatchProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.growing import Growing, NestedSample
@@ -22,12 +25,14 @@ from lightning_bilevel.solvers.base import BilevelOptimizer
 __all__ = ["Stages", "stages_of"]
 
 # So many outer iterations are between two looks at the noise. A look takes three passes over the
-# sample, an iteration six or more.
+# sample and about one over unseen samples, an iteration six or more.
 _INTERVAL = 5
 # A look evaluates so many parts of the sample.
 _PARTS = 8
 # A solver that cannot tell makes so many outer iterations in a stage.
 _EVERY = 50
+# No stage is longer than this, so that every run comes to all data.
+_LONGEST = 500
 
 # Makes f and g on some data, as all processes share them, and the part of this process.
 Make = Callable[[Any], tuple[BilevelProblem, Any]]
@@ -92,6 +97,7 @@ class Stages:
         self.since = 0
         self.current: BatchProblem | None = None
         self._parts: list[BilevelProblem] = []
+        self._outside: BilevelProblem | None = None
         if saved is not None:
             if saved["sizes"] != self.sample.sizes or saved["growing"] != vars(growing):
                 raise MisconfigurationException(
@@ -146,6 +152,7 @@ class Stages:
             self.since = 0
             self.current = None
             self._parts = []
+            self._outside = None
             if self.adaptation is not None:
                 self._solve_entering(solver, self.adaptation, make)
         if self.current is None:
@@ -157,8 +164,7 @@ class Stages:
     def _solve_entering(self, solver: BilevelOptimizer, adaptation: Adaptation, make: Make) -> None:
         """Solve the part of y that belongs to the new samples, on these alone.
 
-        Otherwise R would jump, because it has not moved yet. Their losses do not depend on the rest
-        of y, which stays.
+        Otherwise R would jump, because it has not moved yet.
         """
         entering = self.sample.entering(self.number)
         if entering is None:
@@ -168,19 +174,27 @@ class Stages:
         problem = make({**self.sample.batch, "lower": batch})[0]
         problem.stage = replace(self.sample.stage(self.number), lower=share)
         x, y = self.declared.read()
-        lower = problem.at(x)
-        # The rate is that of a mean over all samples; here the mean is over some.
-        rate = share * adaptation.lr
-        value, slope = lower.value_and_gradient(y)
-        for _ in range(adaptation.steps):
-            moved = problem.lower_set.project(y - rate * slope)
-            new_value, new_slope = lower.value_and_gradient(moved)
-            if new_value <= value:
-                y, value, slope = moved, new_value, new_slope
-            else:
-                rate /= 2
-        self.declared.write(x, y)
+        self.declared.write(x, _adapted(problem, x, y, adaptation, share))
         solver.count([problem], time.perf_counter() - began)
+
+    def _look_outside(self, make: Make) -> Unseen:
+        """Evaluate f on samples that the stage has not seen, with their own part of y solved."""
+        if self._outside is None:
+            batch, stage = self.sample.unseen(self.number)
+            self._outside = make(batch)[0]
+            self._outside.stage = stage
+        problem = self._outside
+        problem.calls = Calls()
+        size, following = self.sample.sizes[self.number : self.number + 2]
+        upper = None
+        if self.sample.counts["upper"] > size:
+            x, y = self.declared.read()
+            if self.adaptation is not None:
+                assert problem.stage is not None
+                y = _adapted(problem, x, y, self.adaptation, problem.stage.lower)
+            upper = problem.upper(x, y).value
+        has_gap = self.adaptation is None and self.sample.counts["lower"] > size
+        return Unseen(problem, upper, has_gap, following / size)
 
     def forget_points(self) -> None:
         """Replace the problem by a copy, so that solvers forget its points."""
@@ -201,9 +215,11 @@ class Stages:
         every = self.growing.every
         if every is not None:
             return self.since >= every
+        if self.since >= _LONGEST:
+            return True
         if self.since % _INTERVAL:
             return False
-        too_small = solver.look(self._cut(make))
+        too_small = solver.look(self._cut(make), partial(self._look_outside, make))
         return self.since >= _EVERY if too_small is None else too_small
 
     def _made(self, number: int, make: Make) -> BatchProblem:
@@ -219,6 +235,27 @@ class Stages:
                 problem.stage = self.sample.stage(self.number, count)
                 self._parts.append(problem)
         return self._parts
+
+
+def _adapted(
+    problem: BilevelProblem, x: Tensor, y: Tensor, adaptation: Adaptation, share: float
+) -> Tensor:
+    """Return y with the part that belongs to some samples solved on these alone.
+
+    Their losses do not depend on the rest of y, which stays. The rate is that of a mean over all
+    samples; here the mean is over a share of them.
+    """
+    lower = problem.at(x)
+    rate = share * adaptation.lr
+    value, slope = lower.value_and_gradient(y)
+    for _ in range(adaptation.steps):
+        moved = problem.lower_set.project(y - rate * slope)
+        new_value, new_slope = lower.value_and_gradient(moved)
+        if new_value <= value:
+            y, value, slope = moved, new_value, new_slope
+        else:
+            rate /= 2
+    return y
 
 
 def _arguments(values: dict[str, Any]) -> str:

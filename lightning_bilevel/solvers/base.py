@@ -19,7 +19,7 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.core.stage import Stage
+from lightning_bilevel.core.stage import Stage, Unseen
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
@@ -310,23 +310,36 @@ class BilevelOptimizer(LevelSteps, ABC):
         self.memory["values"] = spent.values % 3
 
     @torch.no_grad()
-    def look(self, parts: Sequence[BilevelProblem]) -> bool | None:
+    def look(
+        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None = None
+    ) -> bool | None:
         """Tell whether a growing sample is too small for the next step.
 
         The evaluations and their time count as those of a step do.
 
         Args:
             parts: f and g on disjoint parts of the current sample, about equally large.
+            unseen: Evaluates samples that are not in it; None if there is nothing to see.
 
         Returns:
             None if the method cannot tell.
         """
         began = time.perf_counter()
-        scaled = [part.in_units(*self._units) for part in parts]
-        for part in scaled:
+        looked = [part.in_units(*self._units) for part in parts]
+        for part in looked:
             part.calls = Calls()
-        answer = self.is_too_small(scaled)
-        self.count(scaled, time.perf_counter() - began)
+        scaled = looked[: len(parts)]
+
+        def evaluated() -> Unseen:
+            assert unseen is not None
+            found = unseen()
+            inner = found.problem.in_units(*self._units)
+            # With units of 1 it is the same problem, and its calls count once.
+            looked.extend([inner] if inner is found.problem else [found.problem, inner])
+            return replace(found, problem=inner)
+
+        answer = self.is_too_small(scaled, None if unseen is None else evaluated)
+        self.count(looked, time.perf_counter() - began)
         return answer
 
     def count(self, problems: Sequence[BilevelProblem], seconds: float) -> None:
@@ -336,8 +349,10 @@ class BilevelOptimizer(LevelSteps, ABC):
         like = self.param_groups[0]["params"][0]
         self.memory["optimization_time"] += problems[0].mean_over_ranks(seconds, like)
 
-    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
-        """Say what :meth:`look` returns; the parts are in the units of the parameter groups."""
+    def is_too_small(
+        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None
+    ) -> bool | None:
+        """Say what :meth:`look` returns; problems are in the units of the parameter groups."""
         return None
 
     def grown(self) -> None:

@@ -33,6 +33,8 @@ from lightning_bilevel import (
     KKTMonitor,
     OptimizationBudget,
 )
+from lightning_bilevel.core.stage import Unseen
+from lightning_bilevel.plugin import stages as stages_module
 from lightning_bilevel.plugin.batches import BatchProblem
 from lightning_bilevel.plugin.checkpoints import KEY
 from lightning_bilevel.plugin.growing import NestedSample
@@ -90,6 +92,21 @@ class TestNestedSample:
         # With fewer samples than parts each part has all of them.
         assert all(len(part["upper"][0]) == 9 for part in sample.parts(0, 10))
         assert (sample.stage(0, 10).upper, sample.stage(0).upper) == (1.0, 1.0)
+
+    def test_unseen_samples_are_the_next_ones(self) -> None:
+        batch = {"upper": samples(20, 1), "lower": samples(60, 2)}
+        sample = NestedSample(Growing(start=16, factor=3), batch)
+        unseen, stage = sample.unseen(0)
+        inside, following = (set(sample.at(i)["lower"][2].tolist()) for i in (0, 1))
+        taken = set(unseen["lower"][2].tolist())
+        assert len(taken) == 8
+        assert taken < following - inside
+        # The upper level has only four others.
+        assert len(unseen["upper"][0]) == 4
+        assert (stage.upper, stage.lower) == (4 / 20, 8 / 60)
+        # The next stage has all of the upper level: there is nothing that it has not seen.
+        assert sample.unseen(1)[0]["upper"] is batch["upper"]
+        assert sample.unseen(1)[1].upper == 1.0
 
     def test_chunks_stay_as_long_as_they_are(self) -> None:
         whole = samples(60, 2)
@@ -161,12 +178,18 @@ class TestRuns:
         assert steps[-1]["passes"] == pytest.approx(15 / 20 * upper + 15 / 60 * lower)
 
     def test_the_run_says_when_and_comes_to_all_data(self, tmp_path: Path) -> None:
-        _, steps, _ = fitted(tmp_path, Growing(start=15, factor=2), 120)
+        _, steps, _ = fitted(tmp_path, Growing(start=15, factor=2), 130)
         sizes = [step["samples"] for step in steps]
         assert sizes == sorted(sizes)
         assert set(sizes) == {15, 30, 60}
         # Two looks at least, five iterations apart.
         assert sizes.count(15) >= 10
+
+    def test_no_stage_lasts_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stages_module, "_LONGEST", 7)
+        _, steps, _ = fitted(tmp_path, Growing(start=15, factor=2), 16)
+        sizes = [step["samples"] for step in steps]
+        assert [sizes.count(size) for size in (15, 30, 60)] == [7, 7, 2]
 
     def test_a_solver_that_cannot_tell_grows_by_the_schedule(self, tmp_path: Path) -> None:
         _, steps, _ = fitted(tmp_path, Growing(start=15, factor=2), 102, partial(F2SA, T=1))
@@ -268,6 +291,39 @@ class TestRuns:
         # 21 passes over three of five episodes.
         assert solver.progress.passes == pytest.approx(21 * 3 / 5)
 
+    def test_unseen_episodes_get_heads_for_a_look_alone(self) -> None:
+        module, episodes = parallel.problem("growing episodes", parallel.SOLVERS["paper"])
+        episodes.setup()
+        batch = {"upper": episodes.upper, "lower": episodes.lower}
+        seen: list[Unseen] = []
+
+        class Watching(F2SA):
+            def is_too_small(self, parts: Any, unseen: Any) -> bool:
+                seen.append(unseen())
+                return False
+
+        declared = module._declaration
+        solver = Watching(declared.groups(), T=1)
+        growing = Growing(start=2, factor=2)
+        stages = Stages(growing, batch, declared)
+        whole = BatchProblem([], batch, batch, module.bilevel_problem(batch))
+        for _ in range(6):  # one look, before the sixth iteration
+            stages.next_problem(solver, whole, lambda part: (module.bilevel_problem(part), part))
+        assert not module.heads.weight.any()
+        (found,) = seen
+        outside = NestedSample(growing, batch).unseen(0)[0]
+        assert len(outside["lower"][0]) == 1
+        # Heads of zero have a loss of log 3; f is of heads that fit the support set.
+        unsolved = module.bilevel_problem(outside).upper(*module.point).value
+        assert unsolved == pytest.approx(math.log(3))
+        assert found.upper is not None
+        assert abs(found.upper - unsolved) > 0.01
+        # R of solved heads tells nothing. The next stage has all five episodes.
+        assert not found.has_gap
+        assert found.growth == 5 / 2
+        # 21 passes over the support set of one of five episodes, and one over its query set.
+        assert solver.progress.passes == pytest.approx((21 + 1) / 5)
+
 
 @pytest.mark.filterwarnings(EARLY)
 @pytest.mark.parametrize(
@@ -276,9 +332,10 @@ class TestRuns:
         ("growing", "paper", 8),
         ("growing", "own", 8),
         ("growing", "f2sa", 8),
-        ("looking", "paper", 22),  # it grows after iteration 20
+        ("looking", "paper", 12),  # it grows after iteration 10
         ("looking", "own", 8),  # after iteration 5
         ("growing episodes", "paper", 5),
+        ("looking episodes", "paper", 37),  # after iteration 35
     ],
 )
 def test_a_run_resumes_bit_for_bit_in_any_stage(

@@ -82,9 +82,10 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
     if task == "looking":  # the solver says when
         growing = Growing(start=16, factor=2, stratified=False)
         return cleaning(solver, epoch_length=5, growing=growing)
-    if task in ("fewshot", "growing episodes"):
+    if task in ("fewshot", "growing episodes", "looking episodes"):
         torch.manual_seed(4)
-        growing = Growing(start=2, factor=2, every=3) if task != "fewshot" else None
+        every = 3 if task == "growing episodes" else None
+        growing = None if task == "fewshot" else Growing(start=2, factor=2, every=every)
         data = TaskEpisodes(
             *(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))),
             epoch_length=4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from lightning_bilevel.core.curvature import coupling
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
+from lightning_bilevel.core.stage import Unseen
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import change_of
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
@@ -22,7 +23,7 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.growth import corrected, noise_of
+from lightning_bilevel.solvers.ivsp.growth import carries_over, corrected, noise_of
 from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
@@ -336,8 +337,10 @@ class IVSP(Answers):
             keep(memory, k + 1 - memory.get("began", 0), there.w, info)
         return x, y, info
 
-    def is_too_small(self, parts: Sequence[BilevelProblem]) -> bool | None:
-        """Compare the noise of the sample with the smoothing and with what a step promises."""
+    def is_too_small(
+        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None
+    ) -> bool | None:
+        """Compare the noise of the sample with what a step promises, and with unseen samples."""
         memory = self.memory
         if "z" not in memory or parts[0].single_level:
             return None
@@ -345,10 +348,18 @@ class IVSP(Answers):
         merit = self._merit()
         point = (*self._read(parts[0]), memory["z"])
         length = merit.mu / memory["L_start"]
-        noise = noise_of(parts, point, c.envelope, merit, memory["residual"], length)
-        before = memory.get("mapping")
-        memory["mapping"] = noise.mapping
-        return noise.is_too_large(before)
+        outside = None if unseen is None else unseen()
+        others = outside.problem if outside is not None and outside.has_gap else None
+        noise = noise_of(parts, point, c.envelope, merit, memory["residual"], length, others)
+        mappings = memory.get("mappings", ())
+        too_small = noise.is_too_large(mappings)
+        memory["mappings"] = (*mappings, noise.mapping)
+        if outside is not None and outside.upper is not None:
+            values = (memory["f"], outside.upper)
+            before = memory.get("values_looked_at", values)
+            too_small = too_small or not carries_over(before, values, outside.growth)
+            memory["values_looked_at"] = values
+        return too_small
 
     def _merit(self) -> Merit:
         """Return the smoothed penalty function of the next iteration."""
@@ -386,7 +397,7 @@ class IVSP(Answers):
         self._known = None
         self._at = None
         forget(self.memory)
-        for name in ("mapping", "excess", "weight"):
+        for name in ("mappings", "values_looked_at", "excess", "weight"):
             self.memory.pop(name, None)
         self.memory.update(began=self.memory["iteration"], corrects=True)
 
