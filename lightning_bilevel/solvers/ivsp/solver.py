@@ -59,7 +59,8 @@ class IVSP(Answers):
     inverse penalty on a grid: :math:`\gamma_k = \gamma_0 (t_k + 1)^{-1/2}` with the paper's rules.
     With IVSP's own it starts at :math:`\gamma_0`, follows the multiplier and is halved by the test
     above (:meth:`~lightning_bilevel.solvers.ivsp.rules.Own.next_penalty`). L is then not doubled
-    but set to the curvature that the rejected trial saw.
+    but set to the curvature that the rejected trial saw, and trials are compared with an average of
+    earlier merits (:func:`~lightning_bilevel.solvers.ivsp.linesearch.next_excess`).
 
     Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
     a module's ``constraints``) are smoothed and penalised with R: :math:`\sum_i \phi_{\mu_k}(c_i)`
