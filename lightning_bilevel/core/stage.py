@@ -1,16 +1,12 @@
-"""The stage of a run on a growing sample, and what it has not seen."""
+"""The stage of a run on a growing sample."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_bilevel.core.passes import Calls
 
-if TYPE_CHECKING:
-    from lightning_bilevel.core.problem import BilevelProblem
-
-__all__ = ["Stage", "Unseen"]
+__all__ = ["Stage"]
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,3 @@ class Stage:
 
     def __str__(self) -> str:
         return f"a sample of {self.samples:,} of {self.total:,} samples"
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """Samples that a stage has not seen, for a test of what it has reached.
-
-    Attributes:
-        problem: f and g on them, as the solver's user measures x and y.
-        upper: f on them; None if the stage has seen all samples of f.
-        has_gap: Whether R on them tells anything: not where the stage has seen all samples of g,
-            nor where y was solved for them alone.
-        growth: How many times as many samples the next stage has.
-    """
-
-    problem: BilevelProblem
-    upper: float | None
-    has_gap: bool
-    growth: float

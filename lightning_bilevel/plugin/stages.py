@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.stage import Stage, Unseen
+from lightning_bilevel.core.stage import Stage
+from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.plugin.batches import BatchProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.growing import Growing, NestedSample

@@ -33,7 +33,7 @@ from lightning_bilevel import (
     KKTMonitor,
     OptimizationBudget,
 )
-from lightning_bilevel.core.stage import Unseen
+from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.plugin import stages as stages_module
 from lightning_bilevel.plugin.batches import BatchProblem
 from lightning_bilevel.plugin.checkpoints import KEY

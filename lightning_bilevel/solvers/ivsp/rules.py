@@ -42,8 +42,8 @@ _MAX_INNER = 50
 _FARTHEST = 1024.0
 _BLIND = 8.0
 # The inverse penalty follows the multiplier once the gradient mapping is this small, compared with
-# what a change would make of it, and until the penalty has been changed this often. A penalty that
-# is too strong is told sooner: the constraint holds by then.
+# what a change would make of it, and until the penalty has been changed this often. That it was
+# made too strong is told sooner: the constraint holds by then.
 _SOLVED = 0.05
 _HOLDS = 0.5
 _MATCHES = 200
@@ -199,8 +199,9 @@ class Own(Paper):
         may be found too strong. It does so as soon as the smoothed problem is solved well enough to
         tell: the gradient mapping of the merit is at most a twentieth of what the change of
         :math:`\gamma` makes of the mapping of :math:`\gamma f`, and at most half of it where
-        :math:`\gamma` grows. That happens in the first iterations of a run only; from then on the
-        grid falls by halves, as the theorem wants it.
+        :math:`\gamma` grows towards :math:`\gamma_0` again. (It may be above :math:`\gamma_0`, but
+        where a constraint hardly binds it would grow without end.) That happens in the first
+        iterations of a run only; from then on the grid falls by halves, as the theorem wants it.
         """
         if self._must_update(there, merit, step):
             return max(_RATIO * merit.gamma, sys.float_info.min)
@@ -210,7 +211,8 @@ class Own(Paper):
         scale = float(merit.mu / L)
         left = _mapping(there, merit.direction(there), feasible, scale)
         change = abs(1 - factor) * _mapping(there, merit.gamma * there.grad_f, feasible, scale)
-        share = _SOLVED if factor < 1.0 else _HOLDS
+        returns = 1.0 < factor <= self.constants.gamma0 / merit.gamma
+        share = _HOLDS if returns else _SOLVED
         return factor * merit.gamma if left < share * change else merit.gamma
 
     def gradient_bound(self, here: Point, seen: float) -> float:

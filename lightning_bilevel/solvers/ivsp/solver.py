@@ -13,7 +13,7 @@ from lightning_bilevel.core.curvature import coupling
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
-from lightning_bilevel.core.stage import Unseen
+from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import change_of
 from lightning_bilevel.solvers.ivsp.choose import choose, explain

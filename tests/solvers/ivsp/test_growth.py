@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_bilevel import IVSP, BilevelProblem, Envelope
 from lightning_bilevel.core.passes import Calls
-from lightning_bilevel.core.stage import Stage, Unseen
+from lightning_bilevel.core.stage import Stage
+from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.growth import Noise, carries_over, corrected, noise_of
 from lightning_bilevel.solvers.ivsp.penalty import smoothing_function

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from lightning_bilevel import (
     IVSPInfo,
     certify,
 )
+from lightning_bilevel.core.constraints import Limits
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
+from lightning_bilevel.solvers.ivsp.point import Point
 from lightning_bilevel.solvers.ivsp.rules import Own, Paper
+from lightning_bilevel.solvers.ivsp.search import Merit
 
 DOUBLE = torch.float64
 
@@ -389,3 +393,27 @@ class TestTheReference:
         assert Paper.memory.fget is not None
         assert Paper(constants=None).memory == 0.0  # type: ignore[arg-type]
         assert 0.0 < Own(constants=None).memory < 1.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "left", "expected"),
+    [
+        # Below gamma0 = 1 it doubles soon; beyond, only where the smoothed problem is solved.
+        (0.25, 0.2, 0.5),
+        (0.25, 0.6, 0.25),
+        (0.75, 0.2, 0.75),
+        (0.75, 0.01, 1.5),
+    ],
+)
+def test_a_penalty_that_is_too_strong_returns_to_its_start(
+    gamma: float, left: float, expected: float
+) -> None:
+    merit = Merit(gamma, mu=0.1, phi=Huber())
+    residual = -0.04  # the slope of the smoothed plus is 0.1 there
+    grad_f = torch.tensor([1.0, 0.0], dtype=DOUBLE)
+    # gamma grad f + 0.1 grad R is ``left`` times gamma grad f.
+    grad_R = (left - 1.0) * gamma / 0.1 * grad_f
+    w = torch.zeros(2, dtype=DOUBLE)
+    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, residual, grad_R, 0, Limits())
+    rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
+    assert rules.next_penalty(there, merit, 1.0, 1.0, Free(), 0) == pytest.approx(expected)
