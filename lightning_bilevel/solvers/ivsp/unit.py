@@ -4,9 +4,10 @@ One step length serves both levels. IVSP chooses the unit of x by the gradients 
 may choose it too long: the merit is then far more curved in x than in y, the line search goes by
 x, and y crawls. Each step shows both curvatures
 (:attr:`~lightning_bilevel.solvers.ivsp.change.Change.stiffness`). With the mean s of their
-logarithmic ratio over ten steps the unit is multiplied by :math:`2^{-s/4}`, rounded to a power of
-two: half of the way to equal curvatures, as at the start. It is a change of variables, it is never
-made longer again, and there are at most ten in a run, so the theorem holds from the last one on.
+logarithmic ratio over ten steps, to which a step that shows none adds 0, the unit is multiplied by
+:math:`2^{-s/4}`, rounded to a power of two: half of the way to equal curvatures, as at the start.
+It is a change of variables, it is never made longer again, and there are at most ten in a run, so
+the theorem holds from the last one on.
 """
 
 from __future__ import annotations
