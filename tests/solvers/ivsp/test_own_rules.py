@@ -390,7 +390,6 @@ class TestTheReference:
         assert rises > 0
 
     def test_the_paper_has_none(self) -> None:
-        assert Paper.memory.fget is not None
         assert Paper(constants=None).memory == 0.0  # type: ignore[arg-type]
         assert 0.0 < Own(constants=None).memory < 1.0  # type: ignore[arg-type]
 
