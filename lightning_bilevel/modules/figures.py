@@ -15,9 +15,9 @@ from lightning_bilevel.report.figures import PALETTE
 __all__ = ["draw_episode", "draw_samples"]
 
 _COLUMNS = 8
-# The inches of a sample, and those above all samples.
+# The inches of a sample, and those above and below all samples.
 _CELL = (1.1, 1.3)
-_HEAD = 0.25
+_HEAD, _FOOT = 0.25, 0.1
 _WRONG = PALETTE["vermillion"]
 
 
@@ -40,7 +40,7 @@ def draw_samples(
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(images) / _COLUMNS)
-    width, height = _COLUMNS * _CELL[0], rows * _CELL[1] + _HEAD
+    width, height = _COLUMNS * _CELL[0], _HEAD + rows * _CELL[1] + _FOOT
     figure = Figure(figsize=(width, height))
     # One axis in inches for all images: one per image would take seconds to draw.
     axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))

@@ -117,8 +117,9 @@ def scale(axis: Any, values: Sequence[float]) -> None:
         return
     if min(finite) < 0.0:
         # R falls by powers of ten and then stays near 0. The axis becomes linear below the typical
-        # size of R in the second half.
-        axis.set_yscale("symlog", linthresh=median(sizes[len(sizes) // 2 :]))
+        # size of R in the second half, up to a power of ten: a tick below it would meet that of 0.
+        typical = median(sizes[len(sizes) // 2 :])
+        axis.set_yscale("symlog", linthresh=10.0 ** math.ceil(math.log10(typical)))
         axis.axhline(0.0, color="0.6", linewidth=0.8)
     elif len(sizes) < len(finite):
         # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
