@@ -18,9 +18,11 @@ from benchmarks.boat import Boat
 from benchmarks.hypergradients import Higher, ImplicitCG, TorchOpt
 from benchmarks.results import installed
 from benchmarks.tasks import Size, Task, cleaning, solver
-from lightning_bilevel import BilevelModule, BilevelOptimizer, BilevelProblem
+from lightning_bilevel import IVSP, BilevelModule, BilevelOptimizer, BilevelProblem
 
 METHODS = ("ivsp", "pngbio", "meha", "slm", "f2sa", "vpbgd", "bome")
+# IVSP without constants.
+OWN = "ivsp_own"
 GRID = Path(__file__).parents[1] / "examples" / "grids" / "mnist_libraries.yaml"
 PACKAGES = {"boat": "boat-torch", "higher": "higher", "torchopt": "torchopt", "betty": "betty-ml"}
 # The steps before an implicit gradient, which holds where y is stationary.
@@ -41,7 +43,7 @@ def missing(name: str) -> str | None:
 
 def method(name: str, size: Size) -> tuple[Task, BilevelModule, BilevelOptimizer, BilevelProblem]:
     """Return the task of one of our methods, its module, the method and the problem."""
-    task = cleaning(size, chosen=solver(f"mnist/{name}"))
+    task = cleaning(size, chosen=IVSP if name == OWN else solver(f"mnist/{name}"))
     return task, *task.begin()
 
 

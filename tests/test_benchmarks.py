@@ -208,33 +208,43 @@ def test_a_run_is_measured_at_the_first_iteration_after_each_time(
     def step() -> None:
         clock[0] += 3.0
 
-    curve = accuracy.descent("a", step, lambda: 1 / clock[0], most=32.0)
+    curve = accuracy.descent("a", step, lambda: 1 / clock[0], doublings(32.0))
     assert curve.xs == [3.0, 3.0, 6.0, 9.0, 18.0, 33.0]
     assert curve.ys == [1 / x for x in curve.xs]
 
 
 def test_a_run_that_diverges_has_no_last_error() -> None:
     values = iter([0.5, 0.4, float("nan")])
-    curve = accuracy.descent("a", lambda: sum(range(1000)), lambda: next(values), most=1e-4)
+    times = accuracy.looks(1e-4)
+    curve = accuracy.descent("a", lambda: sum(range(1000)), lambda: next(values), times)
     assert curve.ys == [0.5, 0.4]
-    found = accuracy.row(curve, 1e-4)
-    assert found.value is None
-    assert found.note.startswith("it diverged; 0.500 after ")
+    last, reached = accuracy.rows(curve, 1e-4)
+    assert last.value is reached.value is None
+    assert last.note.startswith("it diverged; 0.500 after ")
 
     def fails() -> None:
         raise BilevelError("it diverges")
 
-    at_once = accuracy.row(accuracy.descent("a", fails, lambda: 0.5, most=1.0), 1.0)
-    assert (at_once.value, at_once.note) == (None, "it diverged at once")
+    last, _ = accuracy.rows(accuracy.descent("a", fails, lambda: 0.5, [1.0]), 1.0)
+    assert (last.value, last.note) == (None, "it diverged at once")
 
 
-def test_a_row_has_the_last_number_and_the_earlier_ones_as_its_note() -> None:
-    found = accuracy.row(
-        Curve("a", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]), 32
-    )
-    assert found.what == "a: test error after 32 s"
-    assert found.value == 0.1
-    assert found.note.split(", ")[-1] == "0.200 after 16 s"
+def test_rows_have_the_last_number_with_earlier_ones_and_the_time_to_an_error() -> None:
+    times = accuracy.looks(32.0)
+    assert times[:: accuracy.LOOKS] == doublings(32.0)
+    assert all(1.18 < b / a < 1.2 for a, b in itertools.pairwise(times))
+    errors = [0.6 * 0.9**k for k in range(len(times))]
+    last, reached = accuracy.rows(Curve("a", times, errors), 32)
+    assert last.what == "a: test error after 32 s"
+    assert last.value == errors[-1]
+    assert last.note.split(", ")[-1] == f"{errors[-5]:.3f} after 16 s"
+    first = next(time for time, error in zip(times, errors, strict=True) if error <= 0.1)
+    assert (reached.what, reached.value) == ("a: seconds to a test error of 0.1", first)
+    _, missed = accuracy.rows(Curve("a", times, [0.2] * len(times)), 32)
+    assert (missed.value, missed.note) == (None, "not within 32 s")
+
+
+def test_a_residual_has_the_earlier_ones_as_its_note() -> None:
     found = stationarity.row(Curve("a", [1000.0, 2001.0], [0.25, 0.125]))
     assert found.what == "a: KKT residual after 2,001 passes"
     assert (found.value, found.note) == (0.125, "0.25 after 1,000")
