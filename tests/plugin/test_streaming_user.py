@@ -22,7 +22,7 @@ from lightning_bilevel import F2SA, BilevelModule, Box, CertificateReport, Envel
 pytestmark = pytest.mark.integration
 
 BATCH = 64
-EPOCHS = 12
+EPOCHS = 7
 
 
 def digits() -> dict[str, TensorDataset]:
@@ -105,10 +105,11 @@ def accuracy(module: Cleaner, data: Any) -> float:
 
 def test_a_network_with_batch_normalisation_and_dropout(tmp_path: Path, capsys: Any) -> None:
     data = digits()
-    make = partial(DataLoader, batch_size=BATCH, num_workers=2)
+    make = partial(DataLoader, batch_size=BATCH)
     loaders = {
         "upper": make(data["upper"], shuffle=True),
-        "lower": make(data["lower"], shuffle=True),
+        # They stay: a copy of this process at each epoch would take longer than the epoch.
+        "lower": make(data["lower"], shuffle=True, num_workers=2, persistent_workers=True),
     }
     steps = EPOCHS * len(loaders["lower"])
 
