@@ -124,7 +124,7 @@ class TestNestedSample:
             assert torch.equal(column, single.at(0)["lower"][i])
 
     def test_the_two_sets_of_an_episode_enter_together(self) -> None:
-        episodes = GlyphEpisodes(n_train=12, n_validation=1, n_test=1, ways=2)
+        _, episodes = parallel.problem("fewshot", parallel.SOLVERS["paper"])
         episodes.setup()
         batch = {"upper": episodes.upper, "lower": episodes.lower}
         taken = NestedSample(Growing(start=3), batch).at(0)
@@ -359,7 +359,7 @@ def test_a_run_resumes_bit_for_bit_in_any_stage(
     whole = run()
     assert len({step["samples"] for step in whole[1]}) > 1
     grown = [step["samples"] for step in whole[1]].index(whole[1][-1]["samples"])
-    for stop in (2, 5, grown - 1, grown, grown + 1):
+    for stop in {2, 5, grown - 1, grown, grown + 1}:
         if stop >= steps:
             continue
         resumed = run(ckpt_path=tmp_path / f"{stop}.ckpt", weights_only=True)

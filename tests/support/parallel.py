@@ -11,6 +11,7 @@ command.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,27 @@ from lightning_bilevel import (
 
 # in float32 the Barzilai-Borwein steps carry rounding on: ten times as much after every few of them
 STEPS = 8
+PRECISIONS = ("64-true", "32-true")
 SOLVERS = {name: solver.make() for name, solver in tables.SOLVERS.items()}
 
 
 def runs(task: str, solver: str) -> bool:
     """Whether a solver takes the f of a task, which in cleaning does not depend on x."""
     return task != "cleaning" or not tables.SOLVERS[solver].needs_x
+
+
+def alternating(tasks: Sequence[str]) -> list[str]:
+    """Cases in which each solver meets each task, and both of them each precision.
+
+    All three at once would be twice as many runs.
+    """
+    found = []
+    for place, solver in enumerate(SOLVERS):
+        fitting = [task for task in tasks if runs(task, solver)]
+        for number in range(max(2, len(fitting))):
+            task = fitting[number % len(fitting)]
+            found.append(f"{task}/{solver}/{PRECISIONS[(place + number) % 2]}")
+    return found
 
 
 def images(count: int, seed: int) -> torch.utils.data.TensorDataset:

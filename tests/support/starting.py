@@ -151,6 +151,7 @@ def two_process_config(folder: Path, **trainer: Any) -> Path:
     """A small problem of the synthetic kind whose config asks for two processes."""
     content = yaml.safe_load((SYNTHETIC / "ivsp.yaml").read_text())
     content["model"]["init_args"]["n"] = 10
+    content["data"]["init_args"]["epoch_length"] = 40
     content["trainer"] |= {
         "strategy": "ddp",
         "devices": 2,

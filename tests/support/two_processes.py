@@ -104,6 +104,7 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
             **checkpoints,
         },
         "plot": {
+            "max_steps": 2,  # it draws after each step
             "callbacks": [ConvergencePlot(every_n_minutes=1e-4)],
             "logger": TensorBoardLogger(folder),
         },
