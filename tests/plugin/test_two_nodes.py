@@ -11,7 +11,7 @@ import pytest
 import torch
 import two_nodes
 from places import SUPPORT
-from starting import Forked
+from starting import started
 from streaming_processes import joined
 
 pytestmark = pytest.mark.integration
@@ -24,8 +24,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    where = ["--master-addr", "127.0.0.1", "--master-port", port]
+    size = ["--nnodes", 2, "--nproc-per-node", 1]
+    script = [SUPPORT / "two_nodes.py", folder / "ends.pt"]
     agents = [
-        Forked(SUPPORT / "two_nodes.py", folder / "ends.pt", rank, port, cwd=folder)
+        started("-m", "torch.distributed.run", *size, "--node-rank", rank, *where, *script)
         for rank in (0, 1)
     ]
     for agent in agents:

@@ -1,8 +1,8 @@
-"""Runs over two nodes, one process on each, which the agents of torchrun start.
+"""Runs over two nodes, which torchrun starts, one process on each.
 
-    python two_nodes.py OUT NODE PORT
+    torchrun --nnodes 2 --nproc-per-node 1 ... two_nodes.py OUT
 
-is one of the two nodes. The first one writes what each run ended with, in both processes.
+writes what each run ended with, in both processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import parallel
 import streaming_processes
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 EXACT = ("cleaning/own/64-true", "cleaning/paper/64-true", "fewshot/own/64-true")
 STREAMING = ("plain", "streaming ivsp")
@@ -42,24 +41,5 @@ def main(out: Path) -> None:
         torch.save(everywhere, out)
 
 
-def node(out: Path, rank: int, port: int) -> None:
-    """Do what ``torchrun --nnodes 2 --nproc-per-node 1 --node-rank ... two_nodes.py`` does.
-
-    Its process is a copy of this one, without the seconds of the imports.
-    """
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=1,
-        run_id="none",
-        rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": rank},
-        max_restarts=0,
-        start_method="fork",
-    )
-    elastic_launch(config, main)(out)
-
-
 if __name__ == "__main__":
-    node(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]))
