@@ -34,7 +34,7 @@ def query_error(module: FewShot, episodes: Episodes) -> float:
 def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[str, float]:
     torch.manual_seed(43)
     tasks = 8 if short else 24
-    sizes = {"train_classes": 60, "validation_classes": 20, "test_classes": 20} if short else {}
+    sizes = {"train_classes": 30, "validation_classes": 10, "test_classes": 10} if short else {}
     data = GlyphEpisodes(
         ways=5,
         shots=1,
@@ -74,7 +74,7 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
         "logger": False,
         "enable_checkpointing": False,
     }
-    Trainer(accelerator="cpu", max_epochs=2 if short else 6, **watching).fit(
+    Trainer(accelerator="cpu", max_epochs=1 if short else 6, **watching).fit(
         module, datamodule=data
     )
     errors["after"] = query_error(module, data.test)

@@ -68,6 +68,7 @@ TINY = tasks.Size(
 )
 
 
+FEW_GLYPHS = partial(GlyphEpisodes, train_classes=10, validation_classes=10, test_classes=10)
 # Its networks learn next to nothing.
 HASTY = partial(TrustedSamples, epochs=1, fewest_steps=1)
 
@@ -87,8 +88,7 @@ def in_this_process(command: list[str], env: dict[str, str], **options: Any) -> 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
-    few = dict.fromkeys(("train_classes", "validation_classes", "test_classes"), 10)
-    monkeypatch.setattr(tasks, "GlyphEpisodes", partial(GlyphEpisodes, **few))
+    monkeypatch.setattr(tasks, "GlyphEpisodes", FEW_GLYPHS)
     for module in (streaming, reweighting):
         monkeypatch.setattr(module, "BATCH", 8)
     # What is timed is not tested: a few steps show that it is there.
@@ -428,6 +428,7 @@ class TestGrowing:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(growing.DATA, "mnist", DigitsCleaning)
+        monkeypatch.setattr(growing, "GlyphEpisodes", FEW_GLYPHS)
         # A second of processor time is one call of the clock.
         monkeypatch.setattr(growing.time, "process_time", itertools.count().__next__)
 
@@ -436,7 +437,7 @@ class TestGrowing:
         [
             (["--task", "mnist", "--train", "300", "--validation", "100"], ["paper", "own"]),
             pytest.param(
-                ["--task", "glyphs", "--train", "4", "--validation", "2", "--kkt", "0"],
+                ["--task", "glyphs", "--train", "4", "--validation", "6", "--kkt", "0"],
                 ["task"],
                 marks=pytest.mark.integration,
             ),
