@@ -74,7 +74,7 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
         "logger": False,
         "enable_checkpointing": False,
     }
-    Trainer(accelerator="cpu", max_epochs=1 if short else 6, **watching).fit(
+    Trainer(accelerator="cpu", max_epochs=2 if short else 6, **watching).fit(
         module, datamodule=data
     )
     errors["after"] = query_error(module, data.test)

@@ -215,7 +215,7 @@ def quiet(folder: Path, solver: str, steps: int = STEPS) -> dict[str, Any]:
 
 def without_pictures() -> None:
     """Nobody looks at the pictures of some runs."""
-    convergence_plot.draw = lambda series: torch.zeros(2, 2, 3).numpy()
+    convergence_plot.draw = lambda series: torch.zeros(2, 2, 3).numpy()  # type: ignore[attr-defined]
 
 
 def told_to_end(ended_early: Path, number: int, undisturbed: dict[str, Any]) -> dict[str, Any]:
