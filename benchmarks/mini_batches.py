@@ -51,6 +51,10 @@ from lightning_bilevel.modules.detection import detection
 
 FIT_NAME = f"{IVSP_NAME}, Trainer.fit"
 WARM_UP = 5
+# For each of a size's steps, a run has so many.
+TIMES_STEPS = 80
+# The steps after which the memory is measured.
+EARLY, LATE = 5, 100
 # The best of the search on MNIST with the MLP; the CNN has the same.
 CHOSEN = {
     F2SA_NAME: Rates(3.0, 1e-4),
@@ -177,14 +181,14 @@ def peak(name: str, net: nn.Module, data: Data, before: int) -> float:
 def run(size: Size) -> Section:
     rows = []
     quick = size.steps <= QUICK.steps
-    steps = 80 * size.steps
+    steps = TIMES_STEPS * size.steps
     data = load("fashion_mnist", size, 0)
     for network, make in NETWORKS.items():
         torch.manual_seed(0)
         net = make(data)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            took = times(net, data, min(steps, 100))
+            took = times(net, data, min(steps, LATE))
         for name in [*SIDES, FIT_NAME]:
             label = f"{network}, {name}"
             if name in PACKAGES and installed(PACKAGES[name]) is None:
@@ -193,9 +197,12 @@ def run(size: Size) -> Section:
             note = f"a step of plain training takes {took['ms']:.1f} ms"
             rows.append(Row(f"{label}: time of a step / of plain training", took[name], note=note))
             if name != FIT_NAME:
-                early, late = (peak(name, net, data, before) for before in (5, 100))
-                note = f"{early:.3g} copies of the network after 5 steps, {late:.3g} after 100"
-                what = f"{label}: memory after 100 steps / after 5"
+                early, late = (peak(name, net, data, before) for before in (EARLY, LATE))
+                note = (
+                    f"{early:.3g} copies of the network after {EARLY} steps, {late:.3g} after "
+                    f"{LATE}"
+                )
+                what = f"{label}: memory after {LATE} steps / after {EARLY}"
                 rows.append(Row(what, late / early, at_most=1.05, note=note))
             seeds = (0,) if quick or make is not mlp else (0, 1, 2)
             for seed in seeds:

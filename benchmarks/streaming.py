@@ -22,6 +22,9 @@ from lightning_bilevel.plugin.functional import ModuleFunctions
 
 SAMPLES = 4096
 BATCH = 256
+WARM_UP = 5
+# For each of a size's steps, the small network has so many.
+ROUNDS = 15
 LOWER = partial(torch.optim.AdamW, lr=1e-4)
 UPPER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1.0),
@@ -170,7 +173,7 @@ def batches(count: int = 8) -> list[tuple[Batch, Batch]]:
 
 def run(size: Size) -> Section:
     rows = []
-    rounds = 20 if size is QUICK else 15 * size.steps
+    rounds = 20 if size is QUICK else ROUNDS * size.steps
     for name, net, most, by_hand_most in (
         ("784-128-10", network(128, 1), 4.0, None),
         ("convolutions", convolutions(8), 3.3, 1.1),
@@ -188,7 +191,7 @@ def run(size: Size) -> Section:
                 lambda step=step, turn=turn: step(*next(turn))
                 for step, turn in zip(sides, turns, strict=True)
             ]
-            took = in_turns(work, rounds=rounds if most == 4.0 else rounds // 4, warm_up=5)
+            took = in_turns(work, rounds=rounds if most == 4.0 else rounds // 4, warm_up=WARM_UP)
             plain = 1e3 * statistics.median(took[2])
             rows.append(
                 Row(

@@ -34,7 +34,7 @@ def query_error(module: FewShot, episodes: Episodes) -> float:
 def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[str, float]:
     torch.manual_seed(43)
     tasks = 8 if short else 24
-    sizes = {"train_classes": 60, "validation_classes": 20, "test_classes": 20} if short else {}
+    sizes = {"train_classes": 30, "validation_classes": 10, "test_classes": 10} if short else {}
     data = GlyphEpisodes(
         ways=5,
         shots=1,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
-from functools import cache, partial
+import runpy
+import sys
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +34,7 @@ from benchmarks import (
     reweighting,
     stationarity,
     streaming,
+    streaming_trainer,
     tasks,
     trusted,
     trusted_figure,
@@ -45,6 +51,7 @@ from lightning_bilevel import (
     StreamingIVSP,
     certify,
 )
+from lightning_bilevel.baselines.trusted import TrustedSamples
 
 TINY = tasks.Size(
     n=20,
@@ -61,18 +68,41 @@ TINY = tasks.Size(
 )
 
 
+FEW_GLYPHS = partial(GlyphEpisodes, train_classes=10, validation_classes=10, test_classes=10)
+# Its networks learn next to nothing.
+HASTY = partial(TrustedSamples, epochs=1, fewest_steps=1)
+
+
+def in_this_process(command: list[str], env: dict[str, str], **options: Any) -> Any:
+    """Run `python -m MODULE ARGUMENTS` as a new process would, without seconds of imports."""
+    python, dash_m, module, *arguments = command
+    assert (python, dash_m) == (sys.executable, "-m")
+    assert env["THP_MEM_ALLOC_ENABLE"] in ("0", "1")
+    assert (options["cwd"] / "benchmarks").is_dir()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [module, *arguments])
+        runpy.run_module(module, run_name="__main__")
+    return SimpleNamespace(stdout=printed.getvalue())
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tasks, "DATA", {"mnist": DigitsCleaning, "fashion_mnist": DigitsCleaning})
-    few = dict.fromkeys(("train_classes", "validation_classes", "test_classes"), 10)
-    monkeypatch.setattr(tasks, "GlyphEpisodes", partial(GlyphEpisodes, **few))
+    monkeypatch.setattr(tasks, "GlyphEpisodes", FEW_GLYPHS)
     for module in (streaming, reweighting):
         monkeypatch.setattr(module, "BATCH", 8)
-    # Large pages and usual ones differ in a variable of the environment: one process shows both.
-    once = cache(partial(growth.in_a_process, large_pages=True))
-    monkeypatch.setattr(
-        growth, "in_a_process", lambda counts, rounds, large: once(tuple(counts), rounds)
-    )
+    # What is timed is not tested: a few steps show that it is there.
+    for module, name, count in (
+        (streaming, "WARM_UP", 1),
+        (streaming, "ROUNDS", 2),
+        (streaming_trainer, "WARM_UP", 1),
+        (mini_batches, "TIMES_STEPS", 5),
+        (mini_batches, "LATE", 8),
+    ):
+        monkeypatch.setattr(module, name, count)
+    for module in (mini_batches, trusted):
+        monkeypatch.setattr(module, "TrustedSamples", HASTY)
+    monkeypatch.setattr(growth.subprocess, "run", in_this_process)
     # No rival is installed, whatever is.
     for module in (boat, memory, contenders, mini_batches):
         monkeypatch.setattr(module, "installed", lambda package: None)
@@ -254,7 +284,12 @@ def test_a_residual_has_the_earlier_ones_as_its_note() -> None:
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", [*trusted.METHODS, *trusted.OF_ANNOTATORS])
-def test_methods_with_trusted_samples_are_judged_alike(method: str) -> None:
+def test_methods_with_trusted_samples_are_judged_alike(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only the network of the trusted samples must have learned something.
+    if method != "trusted":
+        monkeypatch.setattr(trusted, "TrustedSamples", HASTY)
     kind: Any = "annotators" if method in trusted.OF_ANNOTATORS else "pair"
     data = DigitsCleaning(300, 40, corruption=0.6, kind=kind, batch_size=32)
     data.setup()
@@ -403,6 +438,7 @@ class TestGrowing:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(growing.DATA, "mnist", DigitsCleaning)
+        monkeypatch.setattr(growing, "GlyphEpisodes", FEW_GLYPHS)
         # A second of processor time is one call of the clock.
         monkeypatch.setattr(growing.time, "process_time", itertools.count().__next__)
 
@@ -411,7 +447,7 @@ class TestGrowing:
         [
             (["--task", "mnist", "--train", "300", "--validation", "100"], ["paper", "own"]),
             pytest.param(
-                ["--task", "glyphs", "--train", "4", "--validation", "2", "--kkt", "0"],
+                ["--task", "glyphs", "--train", "4", "--validation", "6", "--kkt", "0"],
                 ["task"],
                 marks=pytest.mark.integration,
             ),

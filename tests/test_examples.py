@@ -7,6 +7,7 @@ import csv
 import importlib
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 from places import ROOT
+
+from lightning_bilevel.data.text import TextSources
 
 EXAMPLES = ROOT / "examples"
 NAMES = [
@@ -166,6 +169,9 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.integration
 def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A narrow model tells code from shuffled code as well.
+    module = importlib.import_module("examples.mixture")
+    monkeypatch.setattr(module, "Transformer", partial(module.Transformer, width=16))
     found = run("mixture", tmp_path, monkeypatch)
     assert list(found) == ["StreamingIVSP, 2 sources", "F2SA, 2 sources"]
     for shares in found.values():
@@ -178,6 +184,10 @@ def test_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.integration
 def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first 16 characters of a row tell code from shuffled code as well.
+    module = importlib.import_module("examples.lora")
+    monkeypatch.setattr(module, "LENGTH", 16)
+    monkeypatch.setattr(module, "TextSources", partial(TextSources, length=16))
     found = run("lora", tmp_path, monkeypatch)
     # 40 steps of AdamW move each of the two logits by about 40 * 0.02: 1/(1 + e^-1.6) = 0.83.
     assert found["shares"]["code"] == pytest.approx(0.83, abs=0.1)

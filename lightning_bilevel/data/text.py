@@ -84,7 +84,8 @@ class TextSources:
 
     def _cut(self, paths: list[Path]) -> Tensor:
         """Return the text of these files as rows in random order."""
-        text = torch.tensor(list(b"".join(path.read_bytes() for path in paths))).clamp(max=127)
+        read = bytearray().join(path.read_bytes() for path in paths)
+        text = torch.frombuffer(read, dtype=torch.uint8).clamp(max=127).long()
         width = self._length + 1
         rows = text[: len(text) // width * width].view(-1, width)
         return rows[torch.randperm(len(rows), generator=self._generator)]

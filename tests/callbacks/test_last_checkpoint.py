@@ -185,7 +185,7 @@ def test_a_comparison_that_meets_a_full_disk_blames_no_method(
     from lightning_bilevel.cli import compare as module
 
     monkeypatch.setattr(module, "SAVE_EVERY", 1e-9)
-    call = ["compare", str(SYNTHETIC / "ivsp.yaml"), "--budget", "200ms", "--evaluations", "4"]
+    call = ["compare", str(SYNTHETIC / "ivsp.yaml"), "--budget", "50ms", "--evaluations", "2"]
     call += ["--out", str(tmp_path / "out")]
     replace = os.replace
 

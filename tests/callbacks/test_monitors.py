@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,25 +151,59 @@ def test_monitors_agree_with_an_independent_computation(
             )
 
 
+class Watched:
+    """A run of 30 iterations that every monitor watches; a picture is drawn at its end."""
+
+    def __init__(self, solver: Solver, folder: Path) -> None:
+        self.module, self.recorder = self.start(solver), Recorder()
+        self.plot = ConvergencePlot(share=math.inf)
+        monitors = [
+            MoreauGapMonitor(every_n_steps=3),
+            KKTMonitor(every_n_steps=4),
+            SolverMonitor(),
+            PenaltyMonitor(),
+            self.plot,
+        ]
+        logger = TensorBoardLogger(folder)
+        self.run = trainer(
+            folder,
+            max_steps=30,
+            callbacks=[*monitors, CertificateReport(), self.recorder],
+            logger=logger,
+            log_every_n_steps=5,
+        )
+        self.run.fit(self.module, datamodule=weighting_data())
+        self.folder = Path(logger.log_dir)
+        self.found = events(self.folder)
+
+    @staticmethod
+    def start(solver: Solver) -> Weighting:
+        """With a c2 and a delta by which the penalty is updated within the run."""
+        if solver.is_ivsp:
+            return Weighting(solver=solver.make(mu0=1e-4, delta=1e-6, c2=1e6))
+        return weighting(solver)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Solver], Watched]:
+    """The run of a solver, made once for all that is looked at in it."""
+    return cache(lambda solver: Watched(solver, tmp_path_factory.mktemp("watched")))
+
+
+@pytest.fixture
+def blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that nobody looks at is not drawn."""
+    monkeypatch.setattr(convergence_plot, "draw", lambda series: np.zeros((2, 2, 3), np.uint8))
+
+
 @every_weighting_solver
-def test_watching_changes_nothing(tmp_path: Path, solver: Solver) -> None:
-    plain, watched = weighting(solver), weighting(solver)
-    recorders = [Recorder(), Recorder()]
-    trainer(tmp_path, max_steps=25, callbacks=[recorders[0]]).fit(
-        plain, datamodule=weighting_data()
-    )
-    monitors = [
-        MoreauGapMonitor(every_n_steps=3),
-        KKTMonitor(every_n_steps=4),
-        SolverMonitor(1),
-        PenaltyMonitor(1),
-        ConvergencePlot(),
-    ]
-    trainer(tmp_path, max_steps=25, callbacks=[*monitors, CertificateReport(), recorders[1]]).fit(
-        watched, datamodule=weighting_data()
-    )
-    assert same_parameters(plain, watched)
-    assert recorders[0].steps == recorders[1].steps
+def test_watching_changes_nothing(
+    tmp_path: Path, solver: Solver, watched: Callable[[Solver], Watched]
+) -> None:
+    plain, recorder = Watched.start(solver), Recorder()
+    trainer(tmp_path, max_steps=30, callbacks=[recorder]).fit(plain, datamodule=weighting_data())
+    assert same_parameters(plain, watched(solver).module)
+    assert recorder.steps == watched(solver).recorder.steps
 
 
 class Saver(Callback):
@@ -181,10 +217,13 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("stop", [1, 7, 40])
-def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int) -> None:
-    def watched() -> list[Any]:
+STOPS = (1, 7, 40)
+
+
+class Resumable:
+    """A run of 80 iterations with every monitor."""
+
+    def __init__(self, folder: Path) -> None:
         look: dict[str, Any] = {"every_n_steps": 5, "share": 0}
         monitors = [
             MoreauGapMonitor(**look),
@@ -193,27 +232,47 @@ def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int) -> None:
             SolverMonitor(),
             ConvergencePlot(**look),
         ]
-        return [*monitors, CertificateReport()]
+        self.callbacks: list[Any] = [*monitors, CertificateReport()]
+        self.folder = folder
 
-    def run(callbacks: list[Any], **kwargs: Any) -> None:
+    def fit(self, savers: Sequence[Saver] = (), **kwargs: Any) -> Resumable:
         module = SineProblem(n=30, solver=PAPER)
         ours = trainer(
-            tmp_path, max_steps=80, precision="64-true", callbacks=callbacks, limit_val_batches=0
+            self.folder,
+            max_steps=80,
+            precision="64-true",
+            callbacks=[*self.callbacks, *savers],
+            limit_val_batches=0,
         )
         ours.fit(module, datamodule=FullBatchDataModule(epoch_length=10), **kwargs)
+        return self
 
-    whole, resumed = watched(), watched()
-    run([*whole, Saver(stop, tmp_path / "stop.ckpt")])
-    torch.load(tmp_path / "stop.ckpt", weights_only=True)
-    run(resumed, ckpt_path=tmp_path / "stop.ckpt", weights_only=True)
-    for one, other in zip(whole, resumed, strict=True):
-        first, second = one.state_dict(), other.state_dict()
-        if isinstance(one, ConvergencePlot):
-            for state in (first, second):
-                state["series"].pop("bilevel/optimization_time")
+    def states(self) -> list[Any]:
+        """What the monitors remember, but for the time."""
+        states = [copy.deepcopy(callback.state_dict()) for callback in self.callbacks]
+        states[4]["series"].pop("bilevel/optimization_time")
+        return states
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Resumable:
+    """A run without an interruption, which leaves a checkpoint of each stop."""
+    folder = tmp_path_factory.mktemp("whole")
+    return Resumable(folder).fit([Saver(stop, folder / f"{stop}.ckpt") for stop in STOPS])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stop", STOPS)
+def test_everything_goes_on_after_a_resume(
+    tmp_path: Path, stop: int, whole: Resumable, blank: None
+) -> None:
+    saved = whole.folder / f"{stop}.ckpt"
+    torch.load(saved, weights_only=True)
+    resumed = Resumable(tmp_path).fit(ckpt_path=saved, weights_only=True)
+    for first, second in zip(whole.states(), resumed.states(), strict=True):
         assert same(first, second)
-    assert whole[1].events
-    assert whole[2].best["iteration"] > 0
+    assert whole.callbacks[1].events
+    assert whole.callbacks[2].best["iteration"] > 0
 
 
 class TestPenaltyMonitor:
@@ -305,7 +364,7 @@ class TestKKTMonitor:
         callbacks = [monitor, report, points]
         run = trainer(
             tmp_path,
-            max_steps=30,
+            max_steps=18,
             precision="64-true",
             callbacks=callbacks,
             logger=logger,
@@ -313,13 +372,13 @@ class TestKKTMonitor:
         )
         run.fit(module, datamodule=weighting_data())
         looks, best = series(logger, "kkt_residual"), series(logger, "kkt_best")
-        assert list(looks) == list(best) == list(range(3, 31, 3))
-        del looks[30]  # the report has written the certificate of the restored point there
+        assert list(looks) == list(best) == list(range(3, 19, 3))
+        del looks[18]  # the report has written the certificate of the restored point there
         iteration = monitor.best["iteration"]
         for step in looks:
             assert best[step] == min(value for other, value in looks.items() if other <= step)
-        assert best[30] == pytest.approx(monitor.best["kkt"])
-        assert looks.get(iteration, best[30]) == pytest.approx(monitor.best["kkt"])
+        assert best[18] == pytest.approx(monitor.best["kkt"])
+        assert looks.get(iteration, best[18]) == pytest.approx(monitor.best["kkt"])
         assert torch.equal(module.point[0], points.points[iteration - 1][0])
         assert torch.equal(module.point[1], points.points[iteration - 1][1])
         assert report.certificate is not None
@@ -445,19 +504,19 @@ class TestSolverMonitor:
 
 class TestConvergencePlot:
     @every_weighting_solver
-    def test_draws_at_the_end(self, tmp_path: Path, solver: Solver) -> None:
-        logger, plot = TensorBoardLogger(tmp_path), ConvergencePlot(share=math.inf)
-        run = trainer(tmp_path, max_steps=20, callbacks=[plot], logger=logger)
-        run.fit(weighting(solver), datamodule=weighting_data())
-        assert (Path(logger.log_dir) / "convergence.png").read_bytes().startswith(b"\x89PNG")
-        assert not (Path(logger.log_dir) / "convergence.tmp").exists()
-        assert [image.step for image in events(Path(logger.log_dir)).Images("convergence")] == [20]
-        assert plot.series["bilevel/upper"][0] == list(range(1, 21))
-        assert plot.series["residual"][0] == [10, 20]
-        assert plot.series["validation/val_loss"][0] == [10, 20]
-        assert float(run.callback_metrics["val_loss"]) == plot.series["validation/val_loss"][1][-1]
+    def test_draws_at_the_end(self, solver: Solver, watched: Callable[[Solver], Watched]) -> None:
+        seen = watched(solver)
+        assert (seen.folder / "convergence.png").read_bytes().startswith(b"\x89PNG")
+        assert not (seen.folder / "convergence.tmp").exists()
+        assert [image.step for image in seen.found.Images("convergence")] == [30]
+        series = seen.plot.series
+        assert series["bilevel/upper"][0] == list(range(1, 31))
+        assert series["residual"][0] == [10, 20, 30]
+        assert series["validation/val_loss"][0] == [10, 20, 30]
+        last = float(seen.run.callback_metrics["val_loss"])
+        assert last == series["validation/val_loss"][1][-1]
 
-    def test_draws_every_few_minutes(self, tmp_path: Path) -> None:
+    def test_draws_every_few_minutes(self, tmp_path: Path, blank: None) -> None:
         logger = TensorBoardLogger(tmp_path)
         plot = ConvergencePlot(every_n_minutes=1e-9)
         trainer(tmp_path, max_steps=3, callbacks=[plot], logger=logger).fit(
@@ -471,7 +530,7 @@ class TestConvergencePlot:
         ]
 
     def test_a_long_run_is_thinned_out(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: None
     ) -> None:
         monkeypatch.setattr(convergence_plot, "_POINTS", 100)
         plot = ConvergencePlot()
@@ -550,7 +609,7 @@ class TestIntervals:
         assert 0 < module.evaluation_time <= 0.2 * module.last_step.optimization_time + 2
 
     def test_one_evaluation_serves_all_monitors(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: None
     ) -> None:
         import lightning_bilevel.plugin.certifier as certifier
 
@@ -671,7 +730,9 @@ class TestBadInput:
             run.fit(Weighting(), datamodule=weighting_data())
         assert "There is no logger" not in caplog.text
 
-    def test_without_an_envelope_there_is_nothing_to_look_at(self, tmp_path: Path) -> None:
+    def test_without_an_envelope_there_is_nothing_to_look_at(
+        self, tmp_path: Path, blank: None
+    ) -> None:
         monitors: list[Any] = [monitor() for monitor in MONITORS]
         run = trainer(tmp_path, max_steps=10, callbacks=monitors)
         run.fit(Weighting(solver=BOME), datamodule=weighting_data())
@@ -679,7 +740,7 @@ class TestBadInput:
         assert monitors[2].best == {}
         assert "bilevel/violation" not in run.callback_metrics
 
-    def test_validating_by_itself_is_no_part_of_a_run(self, tmp_path: Path) -> None:
+    def test_validating_by_itself_is_no_part_of_a_run(self, tmp_path: Path, blank: None) -> None:
         monitors: list[Any] = [MoreauGapMonitor(share=math.inf), ConvergencePlot(share=math.inf)]
         module, run = Weighting(), trainer(tmp_path, max_steps=10, callbacks=monitors)
         run.validate(module, datamodule=weighting_data(), verbose=False)
@@ -701,20 +762,12 @@ class TestBadInput:
 
 
 @every_weighting_solver
-def test_tensorboard_groups_name_what_is_logged(tmp_path: Path, solver: Solver) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    callbacks = [*(monitor() for monitor in MONITORS), CertificateReport()]
-    # c2 large and delta small: the penalty is updated within the run
-    module = (
-        Weighting(solver=solver.make(mu0=1e-4, delta=1e-6, c2=1e6))
-        if solver.is_ivsp
-        else weighting(solver)
-    )
-    run = trainer(tmp_path, max_steps=30, callbacks=callbacks, logger=logger, log_every_n_steps=5)
-    run.fit(module, datamodule=weighting_data())
-    found = events(Path(logger.log_dir))
+def test_tensorboard_groups_name_what_is_logged(
+    solver: Solver, watched: Callable[[Solver], Watched]
+) -> None:
+    found = watched(solver).found
     scalars = set(found.Tags()["scalars"])
-    groups = layout(run.optimizers[0])  # type: ignore[arg-type]
+    groups = layout(watched(solver).run.optimizers[0])  # type: ignore[arg-type]
     tags = [tag for charts in groups.values() for _, (_, tags) in charts.items() for tag in tags]
     missing = {tag for tag in tags if tag.strip("^$") not in scalars}
     weighing = (IVSP, SLM, BOME, VPBGD, F2SA, F2BA, LuMei)

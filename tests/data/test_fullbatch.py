@@ -193,6 +193,7 @@ class TestPredict:
         assert torch.equal(torch.cat(found), module(images[2::3]).detach())  # type: ignore[arg-type]
 
         options = {"n_train": 2, "n_validation": 2, "n_test": 2, "ways": 2}
+        options |= {"train_classes": 4, "validation_classes": 4, "test_classes": 4}
         episodes = GlyphEpisodes(**options)  # type: ignore[arg-type]
         module = FewShot(tasks=2, ways=2, channels=2)
         (logits,) = trainer(tmp_path).predict(module, datamodule=episodes)  # type: ignore[misc]

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
+from lightning_bilevel.baselines import cleaning
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
@@ -207,6 +208,7 @@ def test_digits_are_cleaned(
 ) -> None:
     """The newcomer's command, with half of its iterations."""
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
+    monkeypatch.setattr(cleaning, "_FEWEST_STEPS", 100)
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     short = "--trainer.max_epochs=5"
     fit(tmp_path, *quiet, short, config=CONFIGS / "digits" / "ivsp_default.yaml")

@@ -126,7 +126,7 @@ class TestQualification:
         gaps = [
             gap_at(problem, torch.zeros(1).double(), torch.tensor([s]).double(), envelope).residual
             + 1
-            for s in torch.linspace(0.0, 2 * math.pi, 400).tolist()
+            for s in torch.linspace(0.0, 2 * math.pi, 101).tolist()
         ]
         assert max(gaps) <= largest_gap(rho) + 1e-12
         assert max(gaps) == pytest.approx(largest_gap(rho), rel=1e-3)

@@ -375,10 +375,12 @@ class TestNotEnforced:
     @pytest.mark.parametrize("point", ["start", "solution"])
     @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
     def test_healthy_runs_are_not_told(self, problem: Problem, point: str) -> None:
-        for make in (IVSP, make_ivsp(problem)):
-            told = solve(problem.build(), *problem.at(point), make, 150).reading
-            assert "not enforced" not in told
-            assert "not converged" not in told
+        # In turns: each problem and each point meets both.
+        constants = (PROBLEMS.index(problem) + (point == "start")) % 2
+        make = make_ivsp(problem) if constants else IVSP
+        told = solve(problem.build(), *problem.at(point), make, 150).reading
+        assert "not enforced" not in told
+        assert "not converged" not in told
 
 
 class TestHeldShare:

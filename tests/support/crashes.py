@@ -26,12 +26,13 @@ from tables import SOLVERS
 
 from lightning_bilevel import BilevelOptimizer, files
 from lightning_bilevel.__main__ import main
+from lightning_bilevel.callbacks import convergence_plot
 from lightning_bilevel.cli import compare
 
 STEPS = 300
 
 
-def config(folder: Path, solver: str, interval: str) -> list[str]:
+def config(folder: Path, solver: str, interval: str, steps: int = STEPS) -> list[str]:
     """The arguments of a run in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     last = {
@@ -41,7 +42,7 @@ def config(folder: Path, solver: str, interval: str) -> list[str]:
     trainer = {
         "accelerator": "cpu",
         "precision": "64-true",
-        "max_steps": STEPS,
+        "max_steps": steps,
         "max_epochs": -1,
         "callbacks": [last],
     }
@@ -170,20 +171,21 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
 
     Every other kill comes while a checkpoint is written.
     """
-    assert outcome(launch(config(folder / "quiet", solver, "1h"), folder / "quiet")) == 0
+    # It saves about every step, so that half of the steps suffice for all kills.
+    length = min(10 * kills, STEPS)
+    undisturbed = quiet(folder / "quiet", solver, length)
     disturbed = folder / "killed"
     steps = []
     killed = 0
     writing = 0
-    # It saves about every step, so that half of the steps suffice for all kills.
-    arguments = config(disturbed, solver, "1ms")
+    arguments = config(disturbed, solver, "1ms", length)
     while True:
         prepare: Callable[[], None] | None = None
         if killed < kills:
             prepare = (
                 dies_while_writing(dice.randrange(3), dice)
                 if killed % 2
-                else dies_about(farthest(kills, dice), dice)
+                else dies_about(dice.randint(1, max(length // (2 * kills), 1)), dice)
             )
         code = outcome(launch(arguments, disturbed, prepare))
         writing += killed % 2 if code == -signal.SIGKILL else 0
@@ -192,7 +194,7 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
         if code != -signal.SIGKILL:
             break
         killed += 1
-    equal = same(state(disturbed), state(folder / "quiet"))
+    equal = same(state(disturbed), undisturbed)
     left = sorted(path.name for path in disturbed.iterdir())
     return {
         "solver": solver,
@@ -205,14 +207,19 @@ def kill_often(folder: Path, solver: str, kills: int, dice: random.Random) -> di
     }
 
 
-def farthest(kills: int, dice: random.Random) -> int:
-    return dice.randint(1, max(STEPS // (2 * kills), 1))
+def quiet(folder: Path, solver: str, steps: int = STEPS) -> dict[str, Any]:
+    """The state at the end of a run that nothing disturbs."""
+    assert outcome(launch(config(folder, solver, "1h", steps), folder, without_pictures)) == 0
+    return state(folder)
 
 
-def told_to_end(folder: Path, number: int) -> dict[str, Any]:
+def without_pictures() -> None:
+    """Nobody looks at the pictures of some runs."""
+    convergence_plot.draw = lambda series: torch.zeros(2, 2, 3).numpy()  # type: ignore[attr-defined]
+
+
+def told_to_end(ended_early: Path, number: int, undisturbed: dict[str, Any]) -> dict[str, Any]:
     """Send a signal amid a run, then resume it; compare the end with an undisturbed run."""
-    assert outcome(launch(config(folder / "quiet", "paper", "1h"), folder / "quiet")) == 0
-    ended_early = folder / "told"
     arguments = config(ended_early, "paper", "1h")
     child = launch(arguments, ended_early, lambda: announce(ended_early))
     while not (ended_early / "began").exists():
@@ -220,12 +227,12 @@ def told_to_end(folder: Path, number: int) -> dict[str, Any]:
     time.sleep(0.1)
     os.kill(child, number)
     code, step = outcome(child), state(ended_early)["global_step"]
-    resumed = outcome(launch(arguments, ended_early))
+    resumed = outcome(launch(arguments, ended_early, without_pictures))
     return {
         "code": code,
         "step": step,
         "resumed": resumed,
-        "equal": same(state(ended_early), state(folder / "quiet")),
+        "equal": same(state(ended_early), undisturbed),
     }
 
 
@@ -297,11 +304,12 @@ def run(folder: Path, seed: int, kills: int, solvers: list[str]) -> dict[str, An
     torch.set_num_threads(1)
     dice = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
+    undisturbed = quiet(folder / "quiet", "paper")
     return {
         "kills": [kill_often(folder / solver, solver, kills, dice) for solver in solvers],
         "compare": compare_often_killed(folder / "compare", max(kills // 3, 2), dice),
-        "SIGTERM": told_to_end(folder / "term", signal.SIGTERM),
-        "SIGINT": told_to_end(folder / "int", signal.SIGINT),
+        "SIGTERM": told_to_end(folder / "term", signal.SIGTERM, undisturbed),
+        "SIGINT": told_to_end(folder / "int", signal.SIGINT, undisturbed),
     }
 
 
