@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from places import CONFIGS, SYNTHETIC
 from running import events, fit, trainer
 from streaming import ADAMW, SGD, Streamed, StreamedData
+from torchvision import datasets
 
 from lightning_bilevel import (
     BilevelError,
@@ -29,8 +30,9 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
-from lightning_bilevel.cli.configs import read_config
 from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
+from lightning_bilevel.data.glyphs import draw_glyphs
+from lightning_bilevel.data.omniglot import OmniglotEpisodes
 
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
 CONFIG = SYNTHETIC / "ivsp.yaml"
@@ -608,59 +610,94 @@ FOLDERS = {
     "FashionMNISTCleaning": "FashionMNIST",
     "OmniglotEpisodes": "omniglot-py",
 }
+DEFAULT_SIZES = {"MNISTCleaning": 5000, "FashionMNISTCleaning": 5000, "DigitsCleaning": 600}
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all tests of a session find Omniglot decoded."""
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What reads, decodes or draws the data of the ready configs: each does it once."""
+    read = OmniglotEpisodes.load
+
+    @cache
+    def omniglot(root: str, size: int) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            return read(OmniglotEpisodes(root, size))
+
+    return {
+        "lightning_bilevel.data.omniglot.OmniglotEpisodes.load": lambda self: omniglot(
+            str(self.root), self.image_size
+        ),
+        "lightning_bilevel.data.glyphs.draw_glyphs": cache(draw_glyphs),
+        "torchvision.datasets.MNIST": cache(datasets.MNIST),
+        "torchvision.datasets.FashionMNIST": cache(datasets.FashionMNIST),
+    }
+
+
+@pytest.fixture
+def _each_source_once(sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in sources.items():
+        monkeypatch.setattr(name, source)
+
+
+def reduced(config: Path, tmp_path: Path) -> Path:
+    """A copy of a ready config for a step on little data.
+
+    One file is parsed once; each option on the command line would have all of it parsed again.
+    """
+    content = yaml.safe_load(config.read_text())
+    model, data = content["model"]["init_args"], content["data"].setdefault("init_args", {})
+    source = content["data"]["class_path"]
+    mini_batches = config.parent.name.endswith("_mini_batches")
+    content["trainer"] |= {
+        "fast_dev_run": True,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "default_root_dir": str(tmp_path),
+    }
+    if source in FOLDERS:
+        data["root"] = str(DATA)
+    if source.endswith("Cleaning"):
+        # The certificate goes through all data.
+        given = data.get("n_train", DEFAULT_SIZES[source])
+        data |= {"n_train": 300, "n_validation": 100, "n_test": 100}
+        weights = model if "n_train" in model else model["weights"]["init_args"]
+        for name in {"n_train", "n"} & set(weights):
+            assert weights[name] == given  # or the run would be refused
+            weights[name] = 300
+    if source.endswith("Episodes"):
+        model |= {"tasks": 2, "channels": 4}
+        data |= {f"n_{split}": 2 for split in SPLITS}
+        if mini_batches:
+            data["tasks_per_batch"] = 2
+    if source == "GlyphEpisodes":  # its 300 characters take two seconds to draw
+        data |= {f"{split}_classes": 20 for split in SPLITS}
+    path = tmp_path / config.name
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
 @pytest.mark.integration
 # A few steps do not come to all data.
 @pytest.mark.filterwarnings("ignore:The run ended on a sample")
+@pytest.mark.usefixtures("_each_source_once")
 @pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_runs(
-    tmp_path: Path,
-    config: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its arguments exist; with its data at hand, it makes a step (few-shot: a certificate)."""
-    assert config.stem.replace("_", "").startswith(read_config(config).solver.lower())
-    source = yaml.safe_load(config.read_text())["data"]["class_path"]
-    options = ["--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false"]
-    if source in FOLDERS:
-        if not (DATA / FOLDERS[source]).exists():
-            pytest.skip(
-                f"{source} has no data in {DATA}: put them there, or name their folder in "
-                "LIGHTNING_BILEVEL_DATA"
-            )
-        options.append(f"--data.init_args.root={DATA}")
-    if config.parents[1].name == "trusted" or (
-        source.endswith("Cleaning") and config.parent.name.endswith("_mini_batches")
-    ):
-        # The certificate goes through all data.
-        options += ["--data.init_args.n_train=600", "--data.init_args.n_test=100"]
-        if "SampleWeights" in config.read_text():
-            options.append("--model.init_args.weights.init_args.n=600")
-        elif "HyperCleaning" in config.read_text():
-            options.append("--model.init_args.n_train=600")
-    if source.endswith("Episodes"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        options += [
-            "--model.tasks=2",
-            "--model.channels=4",
-            *(f"--data.init_args.n_{split}=2" for split in SPLITS),
-        ]
-    if source == "GlyphEpisodes":  # its 300 characters take two seconds to draw
-        options += [f"--data.init_args.{split}_classes=20" for split in SPLITS]
-    fresh = source.endswith("Episodes") and config.parent.name.endswith("_mini_batches")
-    if fresh:
-        options.append("--data.init_args.tasks_per_batch=2")
-    fit(tmp_path, *options, config=config)
-    if source.endswith("Episodes") and not fresh:
+    content = yaml.safe_load(config.read_text())
+    solver = content["model"]["init_args"]["solver"]
+    solver = solver if isinstance(solver, str) else solver["class_path"]
+    assert config.stem.replace("_", "").startswith(solver.rsplit(".", 1)[-1].lower())
+    source = content["data"]["class_path"]
+    if source in FOLDERS and not (DATA / FOLDERS[source]).exists():
+        pytest.skip(
+            f"{source} has no data in {DATA}: put them there, or name their folder in "
+            "LIGHTNING_BILEVEL_DATA"
+        )
+    main(["fit", "--config", str(reduced(config, tmp_path))])
+    if source.endswith("Episodes") and "tasks_per_batch" not in content["data"]["init_args"]:
         printed = capsys.readouterr().out
         assert "KKT stationarity" in printed
         assert (
