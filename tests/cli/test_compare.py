@@ -20,7 +20,7 @@ from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
 from running import trainer
 
-from lightning_bilevel import IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
+from lightning_bilevel import BOME, IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli import compare as compare_module
@@ -53,14 +53,17 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """An iteration of IVSP takes 30 ms, whatever else the machine does."""
-    advance = IVSP.advance
+    """An iteration of IVSP or BOME takes 30 ms, whatever else the machine does."""
 
-    def timed(self: IVSP, *args: Any) -> Any:
-        clock.now += 0.03
-        return advance(self, *args)
+    def timed(advance: Any) -> Any:
+        def slowly(*args: Any) -> Any:
+            clock.now += 0.03
+            return advance(*args)
 
-    monkeypatch.setattr(IVSP, "advance", timed)
+        return slowly
+
+    for solver in (IVSP, BOME):
+        monkeypatch.setattr(solver, "advance", timed(solver.advance))
 
 
 def edited(config: Path, *keys: str, value: Any) -> None:
@@ -231,11 +234,12 @@ def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, s
     assert seen == [["LambdaCallback", "OptimizationBudget", "Seen", "LastCheckpoint"]]
 
 
-def test_a_method_that_fails_says_why_and_the_others_go_on(tmp_path: Path, small: Path) -> None:
+def test_a_method_that_fails_says_why_and_the_others_go_on(
+    tmp_path: Path, small: Path, steady: None
+) -> None:
     out = tmp_path / "out"
     edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "max_trials", value=1)
-    # Long enough for the iteration that needs a second trial, on a machine that does other things
-    # too.
+    # Long enough for the iteration that needs a second trial.
     main(["compare", str(small), "--budget", "2s", "--out", str(out), "--evaluations", "2"])
     lines = {
         line.split("|")[1].strip(): line
