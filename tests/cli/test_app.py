@@ -97,7 +97,7 @@ def test_a_budget_stops_fit_from_yaml(
     config["trainer"]["callbacks"] = [
         {"class_path": "OptimizationBudget", "init_args": {"budget": budget}}
     ]
-    config["trainer"]["max_epochs"] = -1
+    config["trainer"] |= {"max_epochs": -1, "logger": False}  # nor a picture, which takes longest
     config["model"]["init_args"]["n"] = 10
     (tmp_path / "budget.yaml").write_text(yaml.safe_dump(config))
     fit(
