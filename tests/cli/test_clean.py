@@ -50,6 +50,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train networks for fifty steps, which is enough for stripes and blobs."""
+    fifty = partial(TrustedSamples, fewest_steps=50)
+    monkeypatch.setattr("lightning_bilevel.cli.clean.TrustedSamples", fifty)
+
+
+@pytest.fixture
 def images(tmp_path: Path) -> list[str]:
     write_folder(tmp_path / "train", TRUE, 1, GIVEN)
     write_folder(tmp_path / "trusted", TRUSTED, 2)
@@ -94,8 +101,9 @@ def check(found: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("short")
 def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    main([*images, "--test", "test"])
+    main([*images, "--test", "test", "--steps", "150"])
     check(rows())
     output = capsys.readouterr()
     said = output.out
@@ -105,7 +113,7 @@ def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture
     assert said.count("recommended") == 1
     assert "most suspicious first: suspicious.csv and suspicious.png." in said
     assert "150 training samples (grey images of 6x6 pixels) in 3 classes, 30 trusted" in output.err
-    assert "MLP, 1,600 steps of 37." in output.err
+    assert "MLP, 150 steps of 37." in output.err
     assert "100%" in output.err
     assert "GPU" not in said + output.err
     with Image.open("suspicious.png") as picture:
@@ -113,10 +121,11 @@ def test_images_with_a_test_set(images: list[str], capsys: pytest.CaptureFixture
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("short")
 def test_a_table_with_cross_validation(
     tables: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*tables, "--steps", "300"])
+    main([*tables, "--steps", "150"])
     check(rows())
     output = capsys.readouterr()
     assert "error on trusted samples held out" in output.out
@@ -254,8 +263,8 @@ def test_help_explains_the_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.integration
-def test_the_page_is_true() -> None:
-    """Its snippet makes data in this folder, and its commands run on them."""
+def test_the_page_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its snippet makes data in this folder, and its commands run on them, as long as usual."""
     text = (ROOT / "docs" / "clean.md").read_text()
     snippet = text.split("```python\n")[1].split("```")[0]
     exec(compile(snippet, "docs/clean.md", "exec"), {"__name__": "page"})
@@ -265,6 +274,7 @@ def test_the_page_is_true() -> None:
         program, *arguments = shlex.split(command)
         assert program == "lightning-bilevel"
         main(arguments)
+        assert "MLP, 1,600 steps of 250." in capsys.readouterr().err
     with Path("suspicious.csv").open() as file:
         worst = list(csv.DictReader(file))[:100]
     # The snippet keeps the true digit in the name of the file.

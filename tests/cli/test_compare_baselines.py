@@ -15,6 +15,7 @@ from lightning_bilevel import Baseline, cleaning_baselines
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.baselines import cleaning
 from lightning_bilevel.cli import baselines as baselines_module
+from lightning_bilevel.cli import compare as compare_module
 from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.cli.results import MethodResult, write_figure, write_summary
 from lightning_bilevel.data import DigitsCleaning
@@ -30,6 +31,8 @@ def _as_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     monkeypatch.setattr(cleaning, "find_spec", lambda name: None)
     monkeypatch.setattr(cleaning, "_FEWEST_STEPS", 1)  # it does not matter what is learned
+    # The figure takes as long as a method: it is drawn where a test looks at it.
+    monkeypatch.setattr(compare_module, "write_figure", lambda *args: None)
 
 
 def config(tmp_path: Path, task: str, model: dict[str, Any], data: dict[str, Any]) -> Path:
@@ -59,7 +62,9 @@ def test_a_comparison_without_them_is_extended_and_they_are_computed_once(
     assert not (out / "baselines.csv").exists()
     assert "baseline" not in (out / "summary.md").read_text()
     before = (out / "results.csv").read_text()
-    main([*call, "--baselines"])
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_module, "write_figure", write_figure)
+        main([*call, "--baselines"])
     assert (out / "results.csv").read_text() == before
     with (out / "baselines.csv").open() as file:
         found = {row["baseline"]: row for row in csv.DictReader(file)}
