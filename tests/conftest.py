@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # Lightning warns of a GPU that a run on the CPU leaves idle, and warnings are errors: a GPU is
@@ -71,6 +72,16 @@ def long_files_first(items: list[pytest.Item]) -> None:
     """
     count = Counter(item.path for item in items if item.get_closest_marker("integration"))
     items.sort(key=lambda item: -count[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_are_searched_once() -> Iterator[None]:
+    """For callbacks: each Trainer goes through what is installed, which takes up to 10 ms."""
+    from lightning.fabric.utilities import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)
