@@ -263,6 +263,14 @@ def dtype_of(solver: Solver, problem: Problem) -> torch.dtype:
     return (torch.float32, torch.float64)[place % 2]
 
 
+def batched_dtype(
+    solvers: dict[str, Solver], solver: Solver, optimizers: dict[str, Any]
+) -> torch.dtype:
+    """As :func:`dtype_of`: every solver of a table and all optimisers meet both."""
+    place = list(solvers.values()).index(solver) + list(OPTIMIZERS.values()).index(optimizers)
+    return (torch.float32, torch.float64)[place % 2]
+
+
 @cache
 def solved(solver: Solver, problem: Problem) -> Solution:
     """The run of a solver on a problem, made once."""
