@@ -330,14 +330,14 @@ def test_on_a_face_the_hypergradient_is_the_derivative_of_F(
     y = constrained_solution(lower_set, X)
     problem = form.build(lower_set)
     for solver in (
-        partial(AID, beta=0.6, T=20, N=8),
-        partial(AID, beta=0.6, T=20, N=60, linear_solver="neumann"),
-        partial(ITD, beta=0.6, T=60),
+        partial(AID, beta=0.4, T=20, N=8),
+        partial(AID, beta=0.4, T=20, N=100, linear_solver="neumann"),
+        partial(ITD, beta=0.4, T=100),
     ):
         got = direction(solver, problem, X, y)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     # x is held, so that y and v of the single loop have come to rest.
-    got = direction(partial(SOBA, beta=0.6), problem, X, y, 100)
+    got = direction(partial(SOBA, beta=0.4), problem, X, y, 120)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
