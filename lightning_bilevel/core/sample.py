@@ -123,9 +123,9 @@ def take_sample(
     f_at_z = _Function("f", (x, z))
     with torch.enable_grad():
         for for_y, for_z in upper:
-            numbers = RandomNumbers(x.device)
+            numbers = RandomNumbers(x.device) if upper_at_z else None
             f.add(for_y(x, y))
-            if upper_at_z:
+            if numbers is not None:
                 numbers.restore()
                 f_at_z.add(for_z(x, z))
         for for_y, for_z in lower:

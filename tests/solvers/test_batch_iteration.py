@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import groups, point_of
 from records import same
-from tables import BATCHED, Solver, every_batched_solver, every_optimizer
+from tables import BATCHED, Solver, batched_dtype, every_batched_solver, every_optimizer
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -55,11 +55,9 @@ def state_of(optimizer: BilevelOptimizer) -> Any:
 @every_optimizer
 @every_batched_solver
 class TestContract:
-    @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
-    def test_resumes_bitwise(
-        self, solver: Solver, optimizers: dict[str, Any], dtype: torch.dtype
-    ) -> None:
+    def test_resumes_bitwise(self, solver: Solver, optimizers: dict[str, Any]) -> None:
         """Also in the middle of an iteration that takes several batches."""
+        dtype = batched_dtype(BATCHED, solver, optimizers)
         problems = finite_sum.batches(9)
         straight = begun(solver, dtype, **optimizers)
         for stop, problem in enumerate(problems):

@@ -100,7 +100,7 @@ def test_single_loops_end_at_the_same_point(box: Box | None) -> None:
     ):
         optimizer = make(groups(form.x, torch.zeros(2, dtype=torch.float64)))
         problem = form.build()
-        for _ in range(400):
+        for _ in range(120):
             optimizer.step(problem=problem)
         x, _ = point_of(optimizer)
         exact = form.exact(x)

@@ -232,9 +232,9 @@ class TestClosedForms:
     def test_soba_comes_to_the_same_fixed_point(self, form: ClosedForm, way: Any) -> None:
         """Where the closed form of the hypergradient is 0."""
         y = torch.zeros(closed_forms.NY, dtype=torch.float64)
-        optimizer = SOBA(groups(X, y), alpha=0.01, beta=0.4, products=way)
+        optimizer = SOBA(groups(X, y), alpha=0.02, beta=0.6, products=way)
         problem = form.build()
-        for _ in range(2500):
+        for _ in range(1000):
             optimizer.step(problem=problem)
         got_x, got_y = point_of(optimizer)
         assert float(form.hypergradient(got_x).norm()) < 1e-7
@@ -246,18 +246,18 @@ class TestClosedForms:
     @pytest.mark.parametrize(
         "solver",
         [
-            partial(AID, beta=0.4, T=5, N=4),
-            partial(AID, beta=0.4, T=5, N=4, linear_solver="fixed_point"),
-            partial(AID, beta=0.4, T=40, N=50, linear_solver="neumann"),
-            partial(ITD, beta=0.4, T=50),
+            partial(AID, beta=0.6, T=5, N=4),
+            partial(AID, beta=0.6, T=5, N=4, linear_solver="fixed_point"),
+            partial(AID, beta=0.6, T=5, N=25, linear_solver="neumann"),
+            partial(ITD, beta=0.6, T=25),
         ],
         ids=["cg", "fixed_point", "neumann", "itd"],
     )
     def test_the_double_loops_come_to_it(self, form: ClosedForm, solver: Any) -> None:
         y = torch.zeros(closed_forms.NY, dtype=torch.float64)
-        optimizer = solver(groups(X, y), alpha=0.05)
+        optimizer = solver(groups(X, y), alpha=0.07)
         problem = form.build()
-        for _ in range(120):
+        for _ in range(60):
             optimizer.step(problem=problem)
         first = float(form.hypergradient(X).norm())
         assert float(form.hypergradient(point_of(optimizer)[0]).norm()) < 3e-3 * first
@@ -295,8 +295,8 @@ class TestClosedForms:
 def constrained_solution(lower_set: ConvexSet, x: Tensor) -> Tensor:
     """y*(x) in a set, by many projected steps."""
     y = lower_set.project(torch.zeros(closed_forms.NY, dtype=torch.float64))
-    for _ in range(300):
-        y = lower_set.project(y - 0.4 * (closed_forms.H @ y - closed_forms.B @ x - closed_forms.C))
+    for _ in range(100):
+        y = lower_set.project(y - 0.6 * (closed_forms.H @ y - closed_forms.B @ x - closed_forms.C))
     return y
 
 
@@ -330,14 +330,14 @@ def test_on_a_face_the_hypergradient_is_the_derivative_of_F(
     y = constrained_solution(lower_set, X)
     problem = form.build(lower_set)
     for solver in (
-        partial(AID, beta=0.4, T=300, N=8),
-        partial(AID, beta=0.4, T=300, N=200, linear_solver="neumann"),
-        partial(ITD, beta=0.4, T=200),
+        partial(AID, beta=0.4, T=20, N=8),
+        partial(AID, beta=0.4, T=20, N=100, linear_solver="neumann"),
+        partial(ITD, beta=0.4, T=100),
     ):
         got = direction(solver, problem, X, y)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     # x is held, so that y and v of the single loop have come to rest.
-    got = direction(partial(SOBA, beta=0.4), problem, X, y, 300)
+    got = direction(partial(SOBA, beta=0.4), problem, X, y, 120)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 

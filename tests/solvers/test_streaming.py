@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROBLEMS, groups, point_of
-from tables import OPTIMIZERS, SOLVERS, STREAMING, Solver, every_optimizer, every_streaming_solver
+from tables import (
+    OPTIMIZERS,
+    SOLVERS,
+    STREAMING,
+    Solver,
+    batched_dtype,
+    every_optimizer,
+    every_streaming_solver,
+)
 from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,10 +52,6 @@ from lightning_bilevel import (
     StreamInfo,
     StreamingIVSP,
     TableRMS,
-)
-
-both_dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
 )
 
 
@@ -128,10 +132,8 @@ class TestContract:
             assert info.passes == solver.passes * k == optimizer.progress.passes
             assert info.iteration == k
 
-    @both_dtypes
-    def test_resumes_bitwise(
-        self, solver: Solver, optimizers: dict[str, Any], dtype: torch.dtype
-    ) -> None:
+    def test_resumes_bitwise(self, solver: Solver, optimizers: dict[str, Any]) -> None:
+        dtype = batched_dtype(STREAMING, solver, optimizers)
         problems = finite_sum.batches(8)
         straight = begun(solver, dtype, **optimizers)
         states = []
@@ -799,7 +801,7 @@ def test_falling_rates_lead_to_the_solution_on_all_data(name: str) -> None:
         if name in ("f2ba", "f2ba-prox", "vpbgd")
         else None
     )
-    for problem in finite_sum.batches(4000, size=6):
+    for problem in finite_sum.batches(800, size=6):
         optimizer.step(problem=problem)
         if scheduler is not None:
             scheduler.step()

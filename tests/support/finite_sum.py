@@ -29,17 +29,18 @@ def _scattered(mean: Vector, seed: int) -> Tensor:
 
 
 A, B, E = (_scattered(mean, seed) for seed, mean in enumerate(MEANS))
+_C, _H = torch.tensor(C), torch.tensor(H)
 
 
 def upper(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    near_y = ((y - B[rows].to(y)) ** 2).sum(1)
-    near_x = ((x - A[rows].to(x)) ** 2).sum(1)
-    return (near_y + near_x).mean() / 2
+    near_y = (y - B[rows].to(y)).square().sum()
+    near_x = (x - A[rows].to(x)).square().sum()
+    return (near_y + near_x) / (2 * len(rows))
 
 
 def lower(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    offset = y - torch.tensor(C).to(x) @ x - E[rows].to(y)
-    return (offset @ torch.tensor(H).to(x) * offset).sum(1).mean() / 2
+    offset = y - _C.to(x) @ x - E[rows].to(y)
+    return (offset @ _H.to(x) * offset).sum() / (2 * len(rows))
 
 
 def on(rows: Tensor, lower_rows: Tensor | None = None, **more: Any) -> BilevelProblem:

@@ -162,19 +162,13 @@ def distance(center: Vector, weight: float = 1.0) -> Callable[[Tensor, Tensor], 
     """f = weight |w - center|^2 / 2 with w = (x, y)."""
     c = torch.tensor(center)
 
-    def f(x: Tensor, y: Tensor) -> Tensor:
-        return (
-            weight / 2 * ((x - c[: x.numel()].to(x)) ** 2).sum()
-            + weight / 2 * ((y - c[x.numel() :].to(y)) ** 2).sum()
-        )
-
-    return f
+    return lambda x, y: weight / 2 * (torch.cat([x, y]) - c.to(x)).square().sum()
 
 
 def tracking(B: Vector) -> Callable[[Tensor, Tensor], Tensor]:
     """g = |y - B x|^2 / 2."""
     matrix = torch.tensor(B)
-    return lambda x, y: ((y - matrix.to(x) @ x) ** 2).sum() / 2
+    return lambda x, y: (y - matrix.to(x) @ x).square().sum() / 2
 
 
 def quadratic() -> Problem:

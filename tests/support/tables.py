@@ -257,6 +257,20 @@ every_weighting_solver = each(solver for solver in SOLVERS.values() if not solve
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 
 
+def dtype_of(solver: Solver, problem: Problem) -> torch.dtype:
+    """The dtypes alternate: every solver and every problem meets both, at half the time."""
+    place = list(SOLVERS.values()).index(solver) + PROBLEMS.index(problem)
+    return (torch.float32, torch.float64)[place % 2]
+
+
+def batched_dtype(
+    solvers: dict[str, Solver], solver: Solver, optimizers: dict[str, Any]
+) -> torch.dtype:
+    """As :func:`dtype_of`: every solver of a table and all optimisers meet both."""
+    place = list(solvers.values()).index(solver) + list(OPTIMIZERS.values()).index(optimizers)
+    return (torch.float32, torch.float64)[place % 2]
+
+
 @cache
 def solved(solver: Solver, problem: Problem) -> Solution:
     """The run of a solver on a problem, made once."""
