@@ -663,7 +663,7 @@ def test_known_solution(name: str) -> None:
         Box(-2, 2),
     )
     optimizer, x, y = start(solver, vector(-1.0), vector(1.5), **arguments)
-    for _ in range(200):
+    for _ in range(400):
         optimizer.step(problem=problem)
     assert x.item() == pytest.approx(0.5, abs=4e-2)
     assert y.item() == pytest.approx(0.5, abs=4e-2)
