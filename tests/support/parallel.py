@@ -142,6 +142,7 @@ def run(case: str, **options: Any) -> tuple[Trainer, Any, dict[str, Any]]:
         "enable_model_summary": False,
         "logger": False,
         "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
     }
     limits = {"max_epochs": -1, "max_steps": STEPS, "precision": precision, "log_every_n_steps": 4}
     trainer = Trainer(accelerator="cpu", callbacks=[history], **{**quiet, **limits, **options})
