@@ -28,9 +28,10 @@ MOST_PROCESSES = 8  # each takes 1 GB
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders with a process per core.
+    """Run folders with one process more than there are cores.
 
-    A file or a test is faster in one process, and a debugger works only there.
+    Some tests wait for processes that they have started, and leave a core idle. A file or a test is
+    faster in one process, and a debugger works only there.
 
     Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n`
     and `--dist` still count.
@@ -46,7 +47,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if options.usepdb or options.tx or not all(Path(argument).is_dir() for argument in config.args):
         return
-    options.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
+    options.numprocesses = min(1 + (os.cpu_count() or 1), MOST_PROCESSES)
     if options.dist == "no":
         options.dist = "loadfile"  # what a file prepares is prepared once
         options.loadscopereorder = False  # the order is that of `long_files_first`
@@ -66,12 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def long_files_first(items: list[pytest.Item]) -> None:
-    """Move files with integration tests to the front, those with most of them first.
+    """Move files with integration tests to the front, then those with many tests.
 
-    They take longest. Many short files at the end keep all processes busy to the last.
+    They take longest. Short files at the end keep all processes busy to the last.
     """
-    count = Counter(item.path for item in items if item.get_closest_marker("integration"))
-    items.sort(key=lambda item: -count[item.path])
+    count = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("integration"))
+    items.sort(key=lambda item: (-slow[item.path], -count[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)
