@@ -123,7 +123,7 @@ def scale(axis: Any, values: Sequence[float]) -> None:
         axis.axhline(0.0, color="0.6", linewidth=0.8)
     elif len(sizes) < len(finite):
         # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
-        axis.set_yscale("symlog", linthresh=min(sizes))
+        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
         axis.set_ylim(bottom=0.0)
     else:
         axis.set_yscale("log")
