@@ -1,6 +1,6 @@
 """Few-shot learning at the paper's width: chunks of episodes against one batch.
 
-Also an inner iteration against the features.
+Also an inner iteration against the first one, which evaluates the features.
 
 10-way 1-shot with 5 queries, 64 channels, 28 x 28 pixels (random: only their size matters for
 time).
@@ -41,13 +41,17 @@ def run(size: Size) -> Section:
         warm_up=1,
     )
     level = chunked.at(x)
-    inner, features = in_turns([lambda: level.gradient(y), lambda: chunked.at(x)], size.rounds)
+    level.gradient(y)
+    inner, first = in_turns(
+        [lambda: level.gradient(y), lambda: chunked.at(x + 1e-6 * torch.rand(())).gradient(y)],
+        size.rounds,
+    )
     small, large = (peak_bytes(lambda p=p: p.upper(x, y)) / 2**30 for p in (chunked, whole))
     note = (
         f"{parts[-1]:.3g} s and {small:.3g} GiB in chunks, {batch[-1]:.3g} s and {large:.3g} GiB "
         f"as one batch, {tasks} episodes"
     )
     rows = [Row("gradient of f, chunks / one batch", ratio(parts, batch), at_most=0.4, note=note)]
-    note = f"of the time of the support features, {1e3 * features[-1]:.3g} ms"
-    rows.append(Row("inner iteration", 100 * ratio(inner, features), "%", note=note))
+    note = f"of the first one at an x, which evaluates the features: {1e3 * first[-1]:.3g} ms"
+    rows.append(Row("inner iteration", 100 * ratio(inner, first), "%", note=note))
     return Section("Few-shot learning, 64 channels", rows)
