@@ -28,10 +28,9 @@ MOST_PROCESSES = 8  # each takes 1 GB
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders with one process more than there are cores.
+    """Run folders with a process per core.
 
-    Some tests wait for processes that they have started, and leave a core idle. A file or a test is
-    faster in one process, and a debugger works only there.
+    A file or a test is faster in one process, and a debugger works only there.
 
     Here and not in pyproject.toml, where `-n` would be an unknown option without pytest-xdist. `-n`
     and `--dist` still count.
@@ -47,7 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if options.usepdb or options.tx or not all(Path(argument).is_dir() for argument in config.args):
         return
-    options.numprocesses = min(1 + (os.cpu_count() or 1), MOST_PROCESSES)
+    options.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
     if options.dist == "no":
         options.dist = "loadfile"  # what a file prepares is prepared once
         options.loadscopereorder = False  # the order is that of `long_files_first`
