@@ -68,7 +68,7 @@ class TextSources:
         folder = Path(os.__file__).parent
         code = self._cut(sorted(folder.glob("*.py")))
         prose = self._cut([folder / "pydoc_data" / "topics.py"])
-        most = min((len(code) - _TRUSTED - _TEST) // len(_SHUFFLED), len(prose))
+        most = max(0, min((len(code) - _TRUSTED - _TEST) // len(_SHUFFLED), len(prose)))
         if rows > most:
             raise ValueError(
                 f"`TextSources(rows={rows}, length={length})` asks for more text than comes with "
@@ -85,6 +85,8 @@ class TextSources:
     def _cut(self, paths: list[Path]) -> Tensor:
         """Return the text of these files as rows in random order."""
         read = bytearray().join(path.read_bytes() for path in paths)
+        if not read:  # an empty buffer is refused by torch
+            return torch.zeros(0, self._length + 1, dtype=torch.long)
         text = torch.frombuffer(read, dtype=torch.uint8).clamp(max=127).long()
         width = self._length + 1
         rows = text[: len(text) // width * width].view(-1, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -56,3 +58,13 @@ def test_the_rows_depend_on_the_seed_alone() -> None:
 def test_what_is_refused(arguments: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         TextSources(**arguments)
+
+
+def test_a_python_without_its_sources_has_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data" / "topics.py").touch()
+    monkeypatch.setattr("os.__file__", str(tmp_path / "os.pyc"))
+    with pytest.raises(ValueError, match="there are 0 rows for each source"):
+        TextSources(["code"], rows=1)
