@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
 from lightning_bilevel.core.leaves import map_tensors, tensors
-from lightning_bilevel.plugin.processes import cut
 
 __all__ = ["Growing", "NestedSample", "stratified_permutation"]
 
@@ -27,7 +27,7 @@ class Growing:
 
     Args:
         start: The samples of the first stage; None is 1/32 of the data, and at least 256. With as
-            many as the data there is one stage, which is a run on all data.
+            many as the data or more there is one stage, which is a run on all data.
         factor: A stage has so many times as many samples as the one before, or more.
         every: The outer iterations of a stage.
         seed: Decides the samples.
@@ -53,13 +53,7 @@ class Growing:
             >>> Growing(start=1000).sizes(50_000), Growing().sizes(5000), Growing().sizes(200)
             ([1000, 4000, 16000, 50000], [256, 1024, 5000], [200])
         """
-        if self.start is not None and self.start > total:
-            raise ValueError(
-                f"`Growing(start={self.start:,})` is larger than the data, which have {total:,} "
-                "samples."
-            )
-        size = min(self.start or max(_LEAST, total // _SHARE), total)
-        sizes = [size]
+        sizes = [min(self.start or max(_LEAST, total // _SHARE), total)]
         # A last stage that is hardly larger than the one before would be no stage of its own.
         while sizes[-1] * self.factor**1.5 < total:
             sizes.append(max(int(sizes[-1] * self.factor), sizes[-1] + 1))
@@ -77,79 +71,57 @@ class NestedSample:
         sizes: The samples of each stage.
         number: The stage of the iteration that :meth:`at` was last called for.
         begins: Whether a later stage than the first began with that iteration.
+        share: The shares of the upper and the lower level's data; None for all data.
     """
 
     def __init__(self, growing: Growing, batch: dict[str, Any]) -> None:
-        self.growing = growing
         self.batch = batch
+        self._every = growing.every
         self._chunks = {level: as_chunks(batch[level]) for level in ("upper", "lower")}
-        counts = {level: _count(level, chunks) for level, chunks in self._chunks.items()}
-        if not any(counts.values()):
-            raise ValueError(
-                "`growing` was given data without a length: neither the upper nor the lower batch "
-                "has a tensor whose first dimension counts samples."
-            )
-        self.sizes = growing.sizes(max(counts.values()))
         self._orders = {
-            level: stratified_permutation(count, growing.seed, _classes(self._chunks[level]))
-            for level, count in counts.items()
-            if count > self.sizes[0]
+            level: stratified_permutation(_count(level, chunks), growing.seed, _classes(chunks))
+            for level, chunks in self._chunks.items()
         }
-        self.number, self.begins = 0, False
-        self._sample: tuple[int, dict[str, Any]] | None = None
+        self.sizes = growing.sizes(max(map(len, self._orders.values())))
+        self.number, self.begins = -1, False
+        self.share: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return f"a sample of {self.sizes[self.number]:,} of {self.sizes[-1]:,} samples"
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the sample is all data."""
-        return self.number + 1 == len(self.sizes)
-
-    @property
-    def share(self) -> tuple[float, float] | None:
-        """The shares of the upper and the lower level's data; None for all data."""
-        if self.is_last:
-            return None
-        size = self.sizes[self.number]
-        counts = (len(self._orders.get(level, ())) for level in ("upper", "lower"))
-        upper, lower = (min(size / count, 1.0) if count else 1.0 for count in counts)
-        return upper, lower
 
     def at(self, iteration: int) -> dict[str, Any]:
         """Return the batch of an outer iteration, counted from 0: one object for each stage.
 
         The batch of the last stage is the given batch itself.
         """
-        every, last = self.growing.every, len(self.sizes) - 1
-        self.number = min(iteration // every, last)
-        self.begins = 0 < self.number == iteration / every
-        if self._sample is None or self._sample[0] != self.number:
-            size = self.sizes[self.number]
+        number = min(iteration // self._every, len(self.sizes) - 1)
+        self.begins = 0 < number == iteration / self._every
+        if number != self.number:
+            self.number, size = number, self.sizes[number]
             taken = {
                 level: self._taken(level, order[:size].sort().values)
                 for level, order in self._orders.items()
                 if size < len(order)
             }
-            self._sample = self.number, {**self.batch, **taken} if taken else self.batch
-        return self._sample[1]
+            self._sample = {**self.batch, **taken} if taken else self.batch
+            upper, lower = (min(size / max(len(o), 1), 1.0) for o in self._orders.values())
+            self.share = (upper, lower) if taken else None
+        return self._sample
 
     def _taken(self, level: str, index: Tensor) -> Any:
-        """Return some samples of a level, in chunks as long as those of all data."""
-        chunks = self._chunks[level].batches
-        longest = max(map(samples_in, chunks))
-        # The chunks have one structure: the tensors of the first are replaced, one after another.
-        columns = iter(list(zip(*map(tensors, chunks), strict=True)))
+        """Return some samples of a level, from each of its chunks."""
+        parts, start = [], 0
+        for chunk in self._chunks[level].batches:
+            end = start + samples_in(chunk)
+            mine = index[(start <= index) & (index < end)] - start
+            if len(mine):
+                parts.append(map_tensors(partial(_picked, index=mine), chunk))
+            start = end
+        return parts[0] if len(parts) == 1 else Chunks(parts)
 
-        def picked(tensor: Tensor) -> Tensor:
-            first, *rest = next(columns)
-            whole = torch.cat([first, *rest]) if rest else first
-            return whole[index.to(whole.device)] if whole.ndim else whole
 
-        taken = map_tensors(picked, chunks[0])
-        if len(index) <= longest:
-            return taken
-        return Chunks([cut(taken, i, i + longest) for i in range(0, len(index), longest)])
+def _picked(tensor: Tensor, index: Tensor) -> Tensor:
+    return tensor[index.to(tensor.device)] if tensor.ndim else tensor
 
 
 def stratified_permutation(n: int, seed: int, classes: Tensor | None = None) -> Tensor:
@@ -183,28 +155,20 @@ def stratified_permutation(n: int, seed: int, classes: Tensor | None = None) -> 
 
 
 def _count(level: str, chunks: Chunks) -> int:
-    if chunks.weights is not None:
+    lengths = [{len(tensor) for tensor in tensors(part) if tensor.ndim} for part in chunks.batches]
+    if chunks.weights is not None or any(len(each) > 1 for each in lengths):
         raise ValueError(
-            f"`growing` was given a {level} batch of `Chunks` with weights: a sample of it has no "
-            "known weight."
+            f"`growing` was given a {level} batch that it cannot draw from: the first dimension of "
+            "each tensor must count the samples, and `Chunks` must have no weights."
         )
-    for chunk in chunks.batches:
-        lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"`growing` was given a {level} batch with tensors of lengths "
-                f"{', '.join(map(str, lengths))}: the first dimension of each must count the "
-                "samples. Keep what is no sample in the module."
-            )
     return sum(map(samples_in, chunks.batches))
 
 
 def _classes(chunks: Chunks) -> Tensor | None:
     """Return the labels of a batch (inputs, labels, ...), if they are classes."""
-    parts = []
-    for chunk in chunks.batches:
-        label = chunk[1] if isinstance(chunk, (tuple, list)) and len(chunk) > 1 else None
-        if not isinstance(label, Tensor) or label.ndim != 1 or label.is_floating_point():
-            return None
-        parts.append(label.cpu())
-    return torch.cat(parts)
+    labels = [
+        part[1] if isinstance(part, (tuple, list)) and part[1:] else None for part in chunks.batches
+    ]
+    kept = [label.cpu() for label in labels if isinstance(label, Tensor) and label.ndim == 1]
+    whole = len(kept) == len(labels) and not kept[0].is_floating_point()
+    return torch.cat(kept) if whole else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,15 +16,11 @@ from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-if TYPE_CHECKING:
-    from lightning_bilevel.data.growing import NestedSample
-
 __all__ = [
     "BatchProblem",
     "Batches",
     "check_batch",
     "check_not_ended",
-    "sample_of",
     "warn_of_sample",
 ]
 
@@ -98,7 +94,7 @@ class Batches:
         solver: BilevelOptimizer,
         batch: Any,
         make: Make,
-        sample: NestedSample | None = None,
+        loader: Any = None,
     ) -> BatchProblem:
         """Return the problem on the next batch of training.
 
@@ -108,8 +104,9 @@ class Batches:
                 first.
             batch: The batch.
             make: Makes the problem, if the batch is not the current one.
-            sample: The growing sample that the batch is, if it is one.
+            loader: The training loader, which has a ``sample`` if its batches are one that grows.
         """
+        sample: Any = getattr(loader, "sample", None)
         before = self.current
         if before is not None:
             check_not_ended(call, batch, before.batch)
@@ -117,9 +114,9 @@ class Batches:
             # The checks of the first problem are of all data.
             self.whole = self.problem_on(sample.batch, make)
         now = self.problem_on(batch, make)
-        if sample is not None and self.whole is not None:
+        if self.whole is not None:
             now.problem.sampled_from(self.whole.problem, sample.share)
-        if sample is not None and sample.begins:
+        if self.whole is not None and sample.begins:
             solver.problem_changed()
         elif before is not None and now is not before and not solver.takes_mini_batches:
             _refuse_change(call, solver)
@@ -133,15 +130,10 @@ class Batches:
             self.whole = replace(self.whole, problem=copy(self.whole.problem))
 
 
-def sample_of(trainer: Any) -> NestedSample | None:
-    """Return the growing sample that the training batches are, if they are one."""
-    sample: NestedSample | None = getattr(trainer.train_dataloader, "sample", None)
-    return sample
-
-
-def warn_of_sample(sample: NestedSample | None) -> None:
+def warn_of_sample(loader: Any) -> None:
     """Warn of a run that ends before its sample is all data."""
-    if sample is not None and not sample.is_last:
+    sample = getattr(loader, "sample", None)
+    if sample is not None and sample.share is not None:
         rank_zero_warn(
             f"The run ended on {sample}, and its certificate is of all data: run longer, or let "
             "the sample grow earlier with `Growing(every=...)`."

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.plugin.batches import BatchProblem, sample_of, warn_of_sample
+from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
 from lightning_bilevel.plugin.certified import CertifiedPoints
 from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.checkpoints import (
@@ -120,8 +120,9 @@ class BilevelMixin(CertifiedPoints):
         stream = self._stream(trainer)
         info: StepInfo
         if stream is None:
+            loader = trainer.train_dataloader
             current = self._run.batches.next_problem(
-                type(self).__name__, self._run.solver, batch, self._make_problem, sample_of(trainer)
+                type(self).__name__, self._run.solver, batch, self._make_problem, loader
             )
             info = optimizer.step(problem=current.problem)
             self._update_buffers(current)
@@ -157,7 +158,8 @@ class BilevelMixin(CertifiedPoints):
         check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
         if trainer.train_dataloader is not None:
             self._stream(trainer)
-        warn_of_sample(sample_of(trainer))
+        if self.last_step is not None:
+            warn_of_sample(trainer.train_dataloader)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:

@@ -71,13 +71,13 @@ class TestNestedSample:
         assert torch.equal(inputs, batch["lower"][0][index])
         assert torch.equal(labels, batch["lower"][1][index])
         # Any iteration may be the first one that is asked for: a run resumes there.
-        other = NestedSample(sample.growing, batch)
+        other = NestedSample(Growing(start=8, factor=2, every=3), batch)
         assert torch.equal(other.at(4)["lower"][2], seen[4]["lower"][2])
         assert not other.begins
         other.at(6)
         assert other.begins
 
-    def test_chunks_stay_as_long_as_they_are(self) -> None:
+    def test_a_sample_of_chunks_is_that_of_the_whole(self) -> None:
         whole = samples(60, 2)
         chunks = [tuple(t[i : i + 25] for t in whole) for i in (0, 25, 50)]
         growing = Growing(start=30, factor=1.5)
@@ -86,9 +86,21 @@ class TestNestedSample:
             for lower in (chunks, whole)
         )
         assert isinstance(split, Chunks)
-        assert [len(part[0]) for part in split.batches] == [25, 5]
+        assert len(split.batches) == 3
         for i in range(3):
             assert torch.equal(torch.cat([part[i] for part in split.batches]), single[i])
+
+    @pytest.mark.parametrize("start", [60, 61, None])
+    def test_a_start_as_large_as_the_data_is_the_only_stage(self, start: int | None) -> None:
+        batch = {"upper": samples(20, 1), "lower": samples(60, 2)}
+        sample = NestedSample(Growing(start=start), batch)
+        assert sample.at(0) is sample.at(100) is batch
+        assert sample.share is None
+        assert not sample.begins
+
+    def test_data_without_samples_are_one_stage(self) -> None:
+        batch = {"upper": {}, "lower": torch.tensor(1.0)}
+        assert NestedSample(Growing(), batch).at(100) is batch
 
 
 class TestRefusals:
@@ -108,28 +120,15 @@ class TestRefusals:
             Growing(**arguments)
 
     @pytest.mark.parametrize(
-        ("growing", "lower", "message"),
+        "lower",
         [
-            (Growing(start=61), samples(60, 2), r"is larger than the data, which have 60 samples"),
-            (
-                Growing(),
-                Chunks([samples(9, 1), samples(9, 2)], [0.7, 0.3]),
-                "a lower batch of `Chunks` with weights",
-            ),
-            (
-                Growing(),
-                (torch.ones(9), torch.ones(3)),
-                "tensors of lengths 3, 9: the first dimension",
-            ),
+            Chunks([samples(9, 1), samples(9, 2)], [0.7, 0.3]),
+            (torch.ones(9), torch.ones(3)),
         ],
     )
-    def test_data(self, growing: Growing, lower: Any, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            NestedSample(growing, {"upper": samples(9, 1), "lower": lower})
-
-    def test_data_without_a_length(self) -> None:
-        with pytest.raises(ValueError, match="`growing` was given data without a length"):
-            NestedSample(Growing(), {"upper": {}, "lower": torch.tensor(1.0)})
+    def test_data(self, lower: Any) -> None:
+        with pytest.raises(ValueError, match="a lower batch that it cannot draw from: the first"):
+            NestedSample(Growing(), {"upper": samples(9, 1), "lower": lower})
 
     def test_mini_batches(self) -> None:
         with pytest.raises(
