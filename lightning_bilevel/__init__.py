@@ -48,6 +48,7 @@ from lightning_bilevel.data import Episodes as Episodes
 from lightning_bilevel.data import FashionMNISTCleaning as FashionMNISTCleaning
 from lightning_bilevel.data import FullBatchDataModule as FullBatchDataModule
 from lightning_bilevel.data import GlyphEpisodes as GlyphEpisodes
+from lightning_bilevel.data import Growing as Growing
 from lightning_bilevel.data import MNISTCleaning as MNISTCleaning
 from lightning_bilevel.data import Numbered as Numbered
 from lightning_bilevel.data import OmniglotEpisodes as OmniglotEpisodes
@@ -64,7 +65,6 @@ from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.modules import SourceWeights as SourceWeights
 from lightning_bilevel.modules import WeightNet as WeightNet
 from lightning_bilevel.modules.detection import missed_errors as missed_errors
-from lightning_bilevel.plugin.growing import Growing as Growing
 from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin

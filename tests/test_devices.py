@@ -57,7 +57,6 @@ FACTORIES = {
 # Where a tensor is on the host whatever the device of the parameters is, and why.
 ON_THE_HOST = {
     "core.curvature": "one generator draws the same direction on every device",
-    "core.nested": "one generator draws the same order for every device",
     "core.sets": "the bounds are kept there, and copied once for each device of a variable",
     "plugin.buffers": "one generator draws the same numbers on every device",
     "plugin.publishing": "loggers and progress bars read them",

@@ -19,8 +19,6 @@ __all__ = ["BilevelProgressBar"]
 class BilevelProgressBar(TQDMProgressBar):
     """Shows validation metrics, the last step's f, Moreau gap and penalty, and the budget left.
 
-    In a run on a growing sample it shows the samples of the stage as well.
-
     If the solver does not know the gap, the bar shows the latest violation of a monitor instead. It
     is drawn at most four times a second.
 
@@ -62,8 +60,6 @@ class BilevelProgressBar(TQDMProgressBar):
             for label, name in (("f", "upper"), ("gap", "moreau_gap"), ("gamma", "penalty")):
                 if f"bilevel/{name}" in metrics:
                     shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
-            if pl_module.last_step.samples is not None:
-                shown["samples"] = f"{pl_module.last_step.samples:,}"
             budgets = [c.budget for c in callbacks if isinstance(c, OptimizationBudget)]
             if budgets:
                 left = max(min(budgets) - pl_module.last_step.optimization_time, 0.0)

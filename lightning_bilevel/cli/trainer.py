@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning_bilevel.callbacks.certificate_report import CertificateReport, as_text
 from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.core.certificate import Certificate
-from lightning_bilevel.data.fullbatch import FullBatchDataModule
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.plugin.streaming import has_changing_batches
 from lightning_bilevel.plugin.whole_data import gathered
@@ -171,5 +171,6 @@ class BilevelTrainer(Trainer):
             if not isinstance(datamodule, FullBatchDataModule):
                 return gathered(self, batches=1000).batch
             loader = FullBatchDataModule.train_dataloader(datamodule)
-        batch = self.precision_plugin.convert_input(next(iter(loader)))
+        batch = loader.batch if isinstance(loader, Repeated) else next(iter(loader))
+        batch = self.precision_plugin.convert_input(batch)
         return move_data_to_device(batch, self.strategy.root_device)

@@ -34,7 +34,6 @@ from lightning_bilevel.core.lower import (
 from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
 from lightning_bilevel.core.sample import Sample, take_sample
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
-from lightning_bilevel.core.stage import Stage
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
@@ -101,7 +100,8 @@ class BilevelProblem:
             beside the lower level. IVSP takes them.
 
     Attributes:
-        stage: How much of all data f and g are of, in a run on a growing sample; None otherwise.
+        share: The shares of the upper and lower level's data that f and g are of, if the data are
+            a sample; None for all data.
 
     Example:
         >>> problem = BilevelProblem(lambda x, y: (x * y).sum(), lambda x, y: ((y - x) ** 2).sum())
@@ -148,7 +148,7 @@ class BilevelProblem:
                     "`normal_cone_distance`."
                 )
         self.units = (1.0, 1.0)
-        self.stage: Stage | None = None
+        self.share: tuple[float, float] | None = None
         self._passes = Passes(reduce)
         self._recent = RecentPoints()
         # g(x, .) of the last call of `at`.
@@ -185,14 +185,13 @@ class BilevelProblem:
         """Whether there is no lower level."""
         return not self.lower_terms
 
-    def is_stage(self, stage: Stage, whole: BilevelProblem) -> BilevelProblem:
+    def sampled_from(self, whole: BilevelProblem, share: tuple[float, float] | None) -> None:
         """Say that f and g are those of a sample of the data of another problem.
 
         Whether f depends on x is then known, if the other problem knows it.
         """
-        self.stage = stage
+        self.share = share
         self._upper_has_x = whole.upper_has_x
-        return self
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

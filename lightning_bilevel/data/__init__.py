@@ -11,6 +11,7 @@ from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule
 from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
 from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
+from lightning_bilevel.data.growing import Growing as Growing
 from lightning_bilevel.data.mnist import DigitsCleaning as DigitsCleaning
 from lightning_bilevel.data.mnist import FashionMNISTCleaning as FashionMNISTCleaning
 from lightning_bilevel.data.mnist import MNISTCleaning as MNISTCleaning

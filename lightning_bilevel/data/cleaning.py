@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.annotators import annotated_labels
 from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, check_not_both
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
+from lightning_bilevel.data.growing import Growing
 from lightning_bilevel.data.samples import (
     AnyDataset,
     Samples,
@@ -25,7 +26,6 @@ from lightning_bilevel.data.samples import (
     read_dataset,
 )
 from lightning_bilevel.data.tables import TensorTable, as_it_is
-from lightning_bilevel.plugin.growing import Growing
 
 __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
@@ -135,7 +135,11 @@ class CleaningData(FullBatchDataModule):
                 f"`{type(self).__name__}(upper_batch_size={upper_batch_size})` needs `batch_size` "
                 "too: mini-batches are for both levels, full batches for both."
             )
-        check_not_both(type(self).__name__, growing, "batch_size", batch_size)
+        if growing is not None and batch_size is not None:
+            raise ValueError(
+                f"`{type(self).__name__}(growing=..., batch_size={batch_size})` must be given one "
+                "of the two: a growing sample is fixed within its stage."
+            )
         check_corruption(type(self).__name__, corruption, kind)
         self.n_train = n_train
         self.n_validation = n_validation

@@ -12,8 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_bilevel.data.fresh import FreshBatches
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated, check_not_both
-from lightning_bilevel.plugin.growing import Growing
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 
 __all__ = ["EpisodeData", "Episodes", "TaskEpisodes", "draw_episode"]
 
@@ -148,7 +147,6 @@ class EpisodeData(FullBatchDataModule):
             at the end of an epoch.
         tasks_per_batch: Fresh episodes of each step; None has the ``n_train`` fixed ones in all
             steps. Only a solver for mini-batches can take fresh ones.
-        growing: Begin with a sample of the fixed episodes, which grows until it is all of them.
 
     Attributes:
         image_shape: The shape of an image, (C, H, W). Set by ``setup``.
@@ -171,10 +169,8 @@ class EpisodeData(FullBatchDataModule):
         seed: int = 42,
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
-        growing: Growing | None = None,
     ) -> None:
-        super().__init__(epoch_length=epoch_length, growing=growing)
-        check_not_both(type(self).__name__, growing, "tasks_per_batch", tasks_per_batch)
+        super().__init__(epoch_length=epoch_length)
         sizes = {"ways": ways, "shots": shots, "queries": queries}
         sizes |= {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
         if tasks_per_batch is not None:
@@ -319,7 +315,6 @@ class TaskEpisodes(EpisodeData):
         tasks_per_batch: Training episodes of each step, in another order each time that all have
             had their turn; None has all of them in all steps. Only a solver for mini-batches can
             take batches that change.
-        growing: Begin with a sample of the training episodes, which grows until it is all of them.
 
     Example:
         >>> task = (torch.rand(8, 1, 16, 16), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
@@ -336,7 +331,6 @@ class TaskEpisodes(EpisodeData):
         test: Episodes,
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
-        growing: Growing | None = None,
     ) -> None:
         given = dict(zip(SPLITS, (train, validation, test), strict=True))
         for name, episodes in given.items():
@@ -361,7 +355,6 @@ class TaskEpisodes(EpisodeData):
             **counts,
             epoch_length=epoch_length,
             tasks_per_batch=tasks_per_batch,
-            growing=growing,
         )
         if tasks_per_batch is not None and tasks_per_batch > len(train.support):
             raise ValueError(

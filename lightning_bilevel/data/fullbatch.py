@@ -10,24 +10,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bilevel.plugin.growing import Growing
+from lightning_bilevel.data.growing import Growing, NestedSample
 
-__all__ = ["FullBatchDataModule", "check_not_both"]
-
-
-def check_not_both(call: str, growing: Growing | None, name: str, size: int | None) -> None:
-    """Refuse a growing sample of mini-batches."""
-    if growing is not None and size is not None:
-        raise ValueError(
-            f"`{call}(growing=..., {name}={size})` must be given one of the two: a growing sample "
-            "is fixed within its stage, and mini-batches change in each step."
-        )
+__all__ = ["FullBatchDataModule"]
 
 
 class Repeated:
@@ -39,9 +30,6 @@ class Repeated:
 
     # Tells a bilevel module that all steps see the same data.
     full_batch = True
-
-    # Tells it that steps see a sample of these data, which grows.
-    growing: Growing | None = None
 
     def __init__(self, batch: Any, length: int) -> None:
         self.batch = batch
@@ -59,6 +47,21 @@ class Repeated:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore nothing, see :meth:`state_dict`."""
+
+
+class Grown(Repeated):
+    """A loader that yields the sample that belongs to the outer iteration of a run."""
+
+    sample: NestedSample
+
+    def __init__(self, sample: NestedSample, length: int, trainer: Trainer) -> None:
+        super().__init__(sample.batch, length)
+        self.sample = sample
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[Any]:
+        # A checkpoint restores the number of steps, and with it the stage.
+        return (self.sample.at(self.trainer.global_step) for _ in range(self.length))
 
 
 class NoValidation(Repeated):
@@ -126,8 +129,9 @@ class FullBatchDataModule(LightningDataModule):
                 f"give `{missing[0]}` too, `{{}}` if its loss needs no data."
             )
         loader = self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
-        loader.growing = self.growing
-        return loader
+        if self.growing is None or self.trainer is None:
+            return loader
+        return Grown(NestedSample(self.growing, loader.batch), loader.length, self.trainer)
 
     def val_dataloader(self) -> Repeated | list[Repeated]:
         if self._has("validation"):

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["BatchProblem", "Batches", "check_batch", "check_not_ended"]
+__all__ = [
+    "BatchProblem",
+    "Batches",
+    "check_batch",
+    "check_not_ended",
+    "warn_of_sample",
+]
 
 
 @dataclass
@@ -65,10 +72,12 @@ class Batches:
     Attributes:
         current: The problem on the latest batch. It is valid as long as the batch has the same
             contents.
+        whole: The problem on all data, in a run on a growing sample; None otherwise.
     """
 
     def __init__(self) -> None:
         self.current: BatchProblem | None = None
+        self.whole: BatchProblem | None = None
 
     def problem_on(self, batch: Any, make: Make) -> BatchProblem:
         """Return the problem on a batch."""
@@ -80,7 +89,12 @@ class Batches:
         return self.current
 
     def next_problem(
-        self, call: str, solver: BilevelOptimizer, batch: Any, make: Make
+        self,
+        call: str,
+        solver: BilevelOptimizer,
+        batch: Any,
+        make: Make,
+        loader: Any = None,
     ) -> BatchProblem:
         """Return the problem on the next batch of training.
 
@@ -90,19 +104,40 @@ class Batches:
                 first.
             batch: The batch.
             make: Makes the problem, if the batch is not the current one.
+            loader: The training loader, which has a ``sample`` if its batches are one that grows.
         """
+        sample: Any = getattr(loader, "sample", None)
         before = self.current
         if before is not None:
             check_not_ended(call, batch, before.batch)
+        if sample is not None and self.whole is None:
+            # The checks of the first problem are of all data.
+            self.whole = self.problem_on(sample.batch, make)
         now = self.problem_on(batch, make)
-        if before is not None and now is not before and not solver.takes_mini_batches:
+        if self.whole is not None:
+            now.problem.sampled_from(self.whole.problem, sample.share)
+        if self.whole is not None and sample.begins:
+            solver.problem_changed()
+        elif before is not None and now is not before and not solver.takes_mini_batches:
             _refuse_change(call, solver)
         return now
 
     def forget_points(self) -> None:
-        """Replace the current problem by a copy, so that solvers forget its points."""
+        """Replace the problems by copies, so that solvers and certificates forget their points."""
         if self.current is not None:
             self.current = replace(self.current, problem=copy(self.current.problem))
+        if self.whole is not None:
+            self.whole = replace(self.whole, problem=copy(self.whole.problem))
+
+
+def warn_of_sample(loader: Any) -> None:
+    """Warn of a run that ends before its sample is all data."""
+    sample = getattr(loader, "sample", None)
+    if sample is not None and sample.share is not None:
+        rank_zero_warn(
+            f"The run ended on {sample}, and its certificate is of all data: run longer, or let "
+            "the sample grow earlier with `Growing(every=...)`."
+        )
 
 
 def _equal(new: Any, old: Any, version: int) -> bool:

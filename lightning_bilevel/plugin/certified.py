@@ -96,7 +96,7 @@ class CertifiedPoints(DeclaredLevels):
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
-                on mini-batches all data.
+                on mini-batches or a growing sample all data.
             envelope: The Moreau envelope; None is the module's. After a run on mini-batches the rho
                 of a solver such as StreamingIVSP is often so large that the proximal point takes
                 hundreds of passes. Then None takes a smaller one, from the curvature of g, with a
@@ -106,8 +106,7 @@ class CertifiedPoints(DeclaredLevels):
                 float32, and after a run on mini-batches 1e-3.
             proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
             sample: On mini-batches: look at the first few batches of the run only, and leave the
-                loaders alone, as monitors do in the middle of an epoch. On a growing sample: look
-                at the sample of the stage, which the certificate then names, not at all data.
+                loaders alone, as monitors do in the middle of an epoch.
             batches: On mini-batches: the most batches of a level. More data are a sample, and the
                 certificate says so.
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
@@ -126,12 +125,9 @@ class CertifiedPoints(DeclaredLevels):
         if stream is not None and envelope is not None:
             problem, label = stream.evaluated(batch, sample, batches)
         elif stream is None:
-            current = run.batches.current if batch is None else self._problem_on(batch)
+            known = run.batches.whole or run.batches.current
+            current = known if batch is None else self._problem_on(batch)
             problem, label = None if current is None else current.problem, ""
-            stages = run.stages
-            if sample and batch is None and stages is not None and stages.current is not None:
-                problem = stages.current.problem
-                label = "" if stages.is_last else str(stages.stage)
             if problem is None:
                 raise RuntimeError(
                     f"`{type(self).__name__}.certify()` needs a training batch: call it after "

@@ -29,7 +29,6 @@ __all__ = [
     "go_on_from_last",
     "load_solver",
     "saved_name",
-    "saved_stages",
     "saved_start",
     "saved_stream",
     "write_record",
@@ -119,7 +118,6 @@ def write_record(
     start: Start | None,
     last: LastPoint | None,
     stream: dict[str, Any] | None = None,
-    stages: dict[str, Any] | None = None,
 ) -> None:
     """Write into a checkpoint which run it belongs to.
 
@@ -130,7 +128,6 @@ def write_record(
         start: The gradients at the start of the run.
         last: The last point of the run, if the weights are those of an earlier one.
         stream: What a run on mini-batches needs to go on exactly.
-        stages: What a run on a growing sample needs to go on exactly.
     """
     checkpoint[KEY] = _record(solver)
     if start is not None:
@@ -143,20 +140,12 @@ def write_record(
         }
     if stream is not None:
         checkpoint[KEY]["stream"] = stream
-    if stages is not None:
-        checkpoint[KEY]["stages"] = stages
     _leave_out_partials(call, checkpoint)
 
 
 def saved_stream(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """Return what the saved run on mini-batches needs to go on exactly; None for other runs."""
     saved: dict[str, Any] | None = checkpoint.get(KEY, {}).get("stream")
-    return saved
-
-
-def saved_stages(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what the saved run on a growing sample needs to go on exactly; None for others."""
-    saved: dict[str, Any] | None = checkpoint.get(KEY, {}).get("stages")
     return saved
 
 

@@ -109,7 +109,6 @@ class DeclaredLevels:
         self._run = Run(self._declaration.new_solver())
         self._resumed_start: Start | None = None
         self._resumed_stream: dict[str, Any] | None = None
-        self._resumed_stages: dict[str, Any] | None = None
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 

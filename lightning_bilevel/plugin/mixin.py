@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.plugin.batches import BatchProblem
+from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
 from lightning_bilevel.plugin.certified import CertifiedPoints
 from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.checkpoints import (
@@ -19,7 +19,6 @@ from lightning_bilevel.plugin.checkpoints import (
     go_on_from_last,
     load_solver,
     saved_name,
-    saved_stages,
     saved_start,
     saved_stream,
     write_record,
@@ -36,7 +35,6 @@ from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.plugin.stages import Stages, stages_of
 from lightning_bilevel.plugin.streaming import (
     Stream,
     check_yielded,
@@ -122,13 +120,10 @@ class BilevelMixin(CertifiedPoints):
         stream = self._stream(trainer)
         info: StepInfo
         if stream is None:
+            loader = trainer.train_dataloader
             current = self._run.batches.next_problem(
-                type(self).__name__, self._run.solver, batch, self._make_problem
+                type(self).__name__, self._run.solver, batch, self._make_problem, loader
             )
-            stages = self._stages(trainer, current)
-            if stages is not None:
-                make = partial(self._shared, split=current.is_split)
-                current = stages.next_problem(self._run.solver, current, make)
             info = optimizer.step(problem=current.problem)
             self._update_buffers(current)
         else:
@@ -163,8 +158,8 @@ class BilevelMixin(CertifiedPoints):
         check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
         if trainer.train_dataloader is not None:
             self._stream(trainer)
-        if self._run.stages is not None:
-            self._run.stages.warn_of_sample()
+        if self.last_step is not None:
+            warn_of_sample(trainer.train_dataloader)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
@@ -199,12 +194,10 @@ class BilevelMixin(CertifiedPoints):
             solver,
             Certifier(start=self._resumed_start),
             resumed=self._resumed_stream,
-            resumed_stages=self._resumed_stages,
         )
         self._run = run
         self._resumed_start = None
         self._resumed_stream = None
-        self._resumed_stages = None
         if run.resumed is not None:
             # Before the loaders start, because they draw the order of the samples.
             restore_generators(run.resumed["generators"])
@@ -228,7 +221,6 @@ class BilevelMixin(CertifiedPoints):
             self._run.certifier.start,
             self._run.last,
             None if self._run.stream is None else self._run.stream.state(),
-            None if self._run.stages is None else self._run.stages.state(),
         )
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -251,7 +243,6 @@ class BilevelMixin(CertifiedPoints):
             # The run is made later, when it starts, and takes this over.
             self._resumed_start = saved_start(checkpoint)
             self._resumed_stream = saved_stream(checkpoint)
-            self._resumed_stages = saved_stages(checkpoint)
             go_on_from_last(checkpoint, module, declared.levels)
         else:
             self._run.certifier.start = saved_start(checkpoint)
@@ -271,18 +262,6 @@ class BilevelMixin(CertifiedPoints):
                 check_precision(trainer, run.solver, mini_batches=False)
         return run.stream
 
-    def _stages(self, trainer: Any, whole: BatchProblem) -> Stages | None:
-        """Return the stages of a run on a growing sample; None for a run on all data."""
-        run = self._run
-        if run.stages is None:
-            started = run.solver.progress.iterations > 0
-            run.stages = stages_of(
-                trainer, whole.batch, self._declared(), run.resumed_stages, started
-            )
-        if run.stages is not None:
-            run.stages.check_same(type(self).__name__, whole.batch)
-        return run.stages
-
     def _update_buffers(self, current: BatchProblem) -> None:
         """Update the buffers that evaluations write to at the accepted point."""
         buffers = self._run.buffers
@@ -293,8 +272,6 @@ class BilevelMixin(CertifiedPoints):
             if buffers.matter:
                 # The losses are other functions now: known values at the point are out of date.
                 self._run.batches.forget_points()
-                if self._run.stages is not None:
-                    self._run.stages.forget_points()
 
     def _losses(self, batch: Any) -> float:
         """Return the sum of both losses at the module's own parameters and buffers."""

@@ -13,7 +13,6 @@ from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.checkpoints import LastPoint
 from lightning_bilevel.plugin.schedulers import Schedule
-from lightning_bilevel.plugin.stages import Stages
 from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
@@ -33,9 +32,7 @@ class Run:
             earlier one into the module.
         schedule: The scheduler of the solver's rates, if one is declared.
         resumed: What the mini-batch run that this one goes on from has saved.
-        resumed_stages: What the run on a growing sample that this one goes on from has saved.
         stream: What a run on mini-batches keeps; None for a run on all data.
-        stages: The stages of a run on a growing sample; None for other runs.
         examined: Whether the first batch has shown which of both it is.
         shown: Which point the module shows, in words, if it is not the last iterate.
         stamp: The norms of the parameters when the last epoch ended. Others afterwards tell that
@@ -49,9 +46,7 @@ class Run:
     last: LastPoint | None = None
     schedule: Schedule | None = None
     resumed: dict[str, Any] | None = None
-    resumed_stages: dict[str, Any] | None = None
     stream: Stream | None = None
-    stages: Stages | None = None
     examined: bool = False
     shown: str = ""
     stamp: Tensor | None = None
@@ -67,8 +62,7 @@ class Run:
             return self.shown
         if self.stamp is not None and not torch.equal(self.stamp, norms.to(self.stamp)):
             return f"weights that were written after iteration {iterations}, such as an average"
-        reached = "" if self.stages is None or self.stages.is_last else f" on {self.stages.stage}"
-        return f"the last iterate, iteration {iterations}{reached}"
+        return f"the last iterate, iteration {iterations}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Functions of a batch cannot be pickled. They are made again for the next batch.
@@ -80,5 +74,4 @@ class Run:
             "schedule": None,
             "stamp": None,
             "stream": None,
-            "stages": None,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -19,8 +19,6 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.core.stage import Stage
-from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
@@ -256,8 +254,6 @@ class BilevelOptimizer(LevelSteps, ABC):
         before = dict(memory)
         scaled = self._in_units(problem)
         try:
-            if problem.stage is not None:
-                self._enter(problem.stage)
             x, y = self._current(scaled)
             factor = self.prepare(scaled, x, y)
             if factor != 1.0:
@@ -301,7 +297,6 @@ class BilevelOptimizer(LevelSteps, ABC):
             calls=problem.calls - calls,
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
-            samples=memory.get("samples"),
         )
 
     def _count(self, problem: BilevelProblem, spent: Calls) -> None:
@@ -310,60 +305,12 @@ class BilevelOptimizer(LevelSteps, ABC):
         self.memory["passes"] += _passes(problem, spent)
         self.memory["values"] = spent.values % 3
 
-    @torch.no_grad()
-    def look(
-        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None = None
-    ) -> bool | None:
-        """Tell whether a growing sample is too small for the next step.
+    def problem_changed(self) -> None:
+        """Forget what is known at the point, because f and g of the next step are others.
 
-        The evaluations and their time count as those of a step do.
-
-        Args:
-            parts: f and g on disjoint parts of the current sample, about equally large.
-            unseen: Evaluates samples that are not in it; None if there is nothing to see.
-
-        Returns:
-            None if the method cannot tell.
+        Where the data of a run grow, this is called before the first step on more data.
         """
-        began = time.perf_counter()
-        looked = [part.in_units(*self._units) for part in parts]
-        for part in looked:
-            part.calls = Calls()
-        scaled = looked[: len(parts)]
-
-        def evaluated() -> Unseen:
-            assert unseen is not None
-            found = unseen()
-            inner = found.problem.in_units(*self._units)
-            # With units of 1 it is the same problem, and its calls count once.
-            looked.extend([inner] if inner is found.problem else [found.problem, inner])
-            return replace(found, problem=inner)
-
-        answer = self.is_too_small(scaled, None if unseen is None else evaluated)
-        self.count(looked, time.perf_counter() - began)
-        return answer
-
-    def count(self, problems: Sequence[BilevelProblem], seconds: float) -> None:
-        """Count all calls of some problems, and a time, as work of the run between two steps."""
-        for problem in problems:
-            self._count(problem, problem.calls)
-        like = self.param_groups[0]["params"][0]
-        self.memory["optimization_time"] += problems[0].mean_over_ranks(seconds, like)
-
-    def is_too_small(
-        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None
-    ) -> bool | None:
-        """Say what :meth:`look` returns; problems are in the units of the parameter groups."""
-        return None
-
-    def grown(self) -> None:
-        """Take note that the sample has grown: the problem of this step is another one."""
-
-    def _enter(self, stage: Stage) -> None:
-        before = self.memory.get("samples", stage.samples)
-        self.memory.update(samples=stage.samples, sampled=not stage.is_last)
-        if before != stage.samples:
-            self.grown()
+        self._point = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
@@ -475,7 +422,10 @@ class BilevelOptimizer(LevelSteps, ABC):
 
 def _passes(problem: BilevelProblem, calls: Calls) -> float:
     """Return the passes of some calls, as passes over all data."""
-    return calls.passes if problem.stage is None else problem.stage.passes(calls)
+    if problem.share is None:
+        return calls.passes
+    above = calls.upper + calls.constraints
+    return problem.share[0] * above + problem.share[1] * (calls.passes - above)
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

@@ -125,11 +125,6 @@ NAMES = (
     Name("bilevel/calls_constraints", "evaluations of further constraints so far", _CALLS),
     Name("bilevel/passes", "forward and backward passes so far", attribute="passes"),
     Name(
-        "bilevel/samples",
-        "samples of the stage, in a run on a growing sample",
-        attribute="samples",
-    ),
-    Name(
         "bilevel/inner_iterations",
         "gradient steps on the lower level",
         attribute="inner_iterations",

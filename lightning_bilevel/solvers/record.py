@@ -47,7 +47,6 @@ class StepInfo:
         passes: Forward and backward passes since the start of the run. One over a sample of the
             data counts as its share of all data.
         optimization_time: Seconds spent in the solver since the start of the run.
-        samples: The samples of the stage, in a run on a growing sample; None otherwise.
     """
 
     upper: float
@@ -59,7 +58,6 @@ class StepInfo:
     calls: Calls = field(default_factory=Calls)
     passes: float = 0
     optimization_time: float = 0.0
-    samples: int | None = None
 
     # The attributes that are logged at the interval, and those that an ordinary progress bar shows.
     LOGGED: ClassVar[tuple[str, ...]] = (
@@ -82,10 +80,7 @@ class StepInfo:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""
-        numbers = {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
-        if self.samples is not None:
-            numbers[tag_of("samples")] = float(self.samples)
-        return numbers
+        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
 
     def shown(self) -> dict[str, float]:
         """Return the numbers that an ordinary progress bar shows, by tag."""

@@ -93,19 +93,13 @@ def problem(task: str, solver: Any) -> tuple[Any, Any]:
     if task == "chunks":
         return cleaning(solver, epoch_length=5, chunk_size=10)
     if task == "growing":  # 10, 20 and all of the samples
-        growing = Growing(start=10, factor=2, every=3, stratified=False)
+        growing = Growing(start=10, factor=2, every=3)
         return cleaning(solver, epoch_length=5, growing=growing)
-    if task == "looking":  # the solver says when
-        growing = Growing(start=16, factor=2, stratified=False)
-        return cleaning(solver, epoch_length=5, growing=growing)
-    if task in ("fewshot", "growing episodes", "looking episodes"):
+    if task == "fewshot":
         torch.manual_seed(4)
-        every = 3 if task == "growing episodes" else None
-        growing = None if task == "fewshot" else Growing(start=2, factor=2, every=every)
         data = TaskEpisodes(
             *(episodes(count, seed) for count, seed in ((5, 1), (2, 2), (2, 3))),
             epoch_length=4,
-            growing=growing,
         )
         envelope = Envelope(rho=0.1, sigma=0.0, delta=1e-3)
         return FewShot(

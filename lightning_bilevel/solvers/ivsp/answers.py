@@ -58,11 +58,11 @@ class Answers(BilevelOptimizer):
         and why the theorem's rates hold for it). The last iterate may be better or worse: nothing
         is proved for it. None if there is no such point; :attr:`unproved` then says why.
         """
-        # Where the sample has grown, the run that the theorem speaks of is the last stage.
+        # Where the data have grown, the run that the theorem speaks of is the last stage.
         began = self.memory.get("began", 0)
         n = self.memory["iteration"] - began
         kept = best(self.memory, n)
-        if kept is None or self._changed_lately or self.memory.get("sampled", False):
+        if kept is None or self._changed_lately:
             return None
         split = sum(p.numel() for p in self.param_groups[0]["params"])
         x_unit, y_unit = self._units
@@ -86,18 +86,13 @@ class Answers(BilevelOptimizer):
             return "`IVSP(keep_proved=False)` does not keep the point of its theorem"
         if n == 0:
             return "IVSP has made no step yet"
-        if self.memory.get("sampled", False):
-            return (
-                f"the run is still on a sample of {self.memory['samples']:,} samples, and the "
-                "theorem's point is that of the last stage, which is all data: run longer"
-            )
         if self._changed_lately:
             return (
                 f"the theorem is about one problem and a run that was not touched, but f, g or the "
                 f"point changed after iteration {self.memory['changed']} of {n}: give all "
                 "iterations the same data, or run as long again"
             )
-        return "the last iterations all updated the penalty: run longer"
+        return "the last iterations were on a sample, or all updated the penalty: run longer"
 
     @property
     def _changed_lately(self) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.curvature import coupling
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
-from lightning_bilevel.core.unseen import Unseen
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import change_of
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
@@ -23,7 +21,6 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.growth import carries_over, corrected, noise_of
 from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
@@ -207,13 +204,8 @@ class IVSP(Answers):
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
     def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Choose the missing constants at the first step, and correct them in the course of a run.
-
-        They are corrected where a sample grows, and the unit of x where it was too long.
-        """
+        """Choose the missing constants at the first step; shorten a unit of x that is too long."""
         if self.param_groups[0]["chosen"] is not None:
-            if self.memory.pop("corrects", False):
-                return self._corrected(problem, x, y)
             return self._shortened()
         self._set(choose(problem, x, y, self.constants))
         return float(self.constants["own_unit"])
@@ -334,33 +326,9 @@ class IVSP(Answers):
             halvings=memory["halvings"],
             capped=trials >= c.max_trials or c.L_max <= L,
         )
-        if c.keep_proved:
+        if c.keep_proved and problem.share is None:
             keep(memory, k + 1 - memory.get("began", 0), there.w, info)
         return x, y, info
-
-    def is_too_small(
-        self, parts: Sequence[BilevelProblem], unseen: Callable[[], Unseen] | None
-    ) -> bool | None:
-        """Compare the noise of the sample with what a step promises, and with unseen samples."""
-        memory = self.memory
-        if "z" not in memory or parts[0].single_level:
-            return None
-        c, _ = self._settings
-        merit = self._merit()
-        point = (*self._read(parts[0]), memory["z"])
-        length = merit.mu / memory["L_start"]
-        outside = None if unseen is None else unseen()
-        others = outside.problem if outside is not None and outside.has_gap else None
-        noise = noise_of(parts, point, c.envelope, merit, memory["residual"], length, others)
-        mappings = memory.get("mappings", ())
-        too_small = noise.is_too_large(mappings)
-        memory["mappings"] = (*mappings, noise.mapping)
-        if outside is not None and outside.upper is not None:
-            values = (memory["f"], outside.upper)
-            before = memory.get("values_looked_at", values)
-            too_small = too_small or not carries_over(before, values, outside.growth)
-            memory["values_looked_at"] = values
-        return too_small
 
     def _merit(self) -> Merit:
         """Return the smoothed penalty function of the next iteration."""
@@ -388,29 +356,19 @@ class IVSP(Answers):
         # True until the first evaluation after the start, a load or a copy.
         self._loaded = True
 
-    def grown(self) -> None:
+    def problem_changed(self) -> None:
         """Forget what is known of the point, and the theorem's point: they were of another problem.
 
         The theorem's iterations count anew. Smoothing, penalty and z go on, and so does the start
-        of the line search, which mixes no gradients of two samples: the next pair of
-        Barzilai-Borwein is of the new one.
+        of the line search, which mixes no gradients of two problems.
         """
+        super().problem_changed()
         self._known = None
         self._at = None
         forget(self.memory)
-        for name in ("mappings", "values_looked_at", "excess", "weight"):
+        for name in ("excess", "weight"):
             self.memory.pop(name, None)
-        self.memory.update(began=self.memory["iteration"], corrects=True)
-
-    def _corrected(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Correct the constants that this run has chosen on a smaller sample."""
-        z = self.memory.get("z")
-        c, _ = self._settings
-        if z is None or "L_xy" not in c.chosen:
-            return 1.0
-        changed, factor = corrected(c, coupling(problem, x, y, z))
-        self._set(changed)
-        return factor
+        self.memory["began"] = self.memory["iteration"]
 
     def _shortened(self) -> float:
         """Return the factor by which the unit of x gets shorter before this iteration."""

@@ -272,4 +272,4 @@ class TestProved:
         optimizer, _, history = self.run(3, c2=1e9, delta=1e-9, mu0=1e-9)
         assert all(info.penalty_updated for info in history)
         assert optimizer.proved is None
-        assert optimizer.unproved == "the last iterations all updated the penalty: run longer"
+        assert "or all updated the penalty: run longer" in optimizer.unproved
