@@ -18,6 +18,8 @@ from lightning_bilevel.plugin.kinks import kinks_of
 from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 
+from lightning_bilevel.stochastic.step import Method, Options
+
 __all__ = ["Declaration", "Level", "Sets"]
 
 Sets = ConvexSet | Sequence[ConvexSet]
@@ -123,6 +125,8 @@ class Declaration:
     qualification: Qualification
     scheduler: SchedulerPlan | None = None
     adaptation: Adaptation | None = None
+    method: Method | None = None
+    options: Options = Options()
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):

@@ -26,6 +26,7 @@ from lightning_bilevel.plugin.run import Run
 from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["DeclaredLevels"]
 
@@ -56,6 +57,10 @@ class DeclaredLevels:
         qualification: Qualification = "not known",
         scheduler: SchedulerDeclared | None = None,
         adaptation: Adaptation | None = None,
+        method: Method | None = None,
+        gradient_clip_val: float | tuple[float | None, float | None] | None = None,
+        accumulate: int = 1,
+        skip_nonfinite: bool = False,
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -87,6 +92,14 @@ class DeclaredLevels:
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
+        if method is not None:
+            from lightning_bilevel.solvers.ivsp.solver import IVSP
+            solver = IVSP
+        clip = (
+            gradient_clip_val
+            if isinstance(gradient_clip_val, (tuple, list))
+            else (gradient_clip_val, gradient_clip_val)
+        )
         if solver is None:
             raise ValueError(
                 f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
@@ -103,6 +116,8 @@ class DeclaredLevels:
             qualification,
             plan_of(call, scheduler),
             adaptation,
+            method,
+            Options(clip=tuple(clip), accumulate=accumulate, skip_nonfinite=skip_nonfinite),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.

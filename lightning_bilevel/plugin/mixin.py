@@ -40,6 +40,7 @@ from lightning_bilevel.plugin.streaming import (
     check_yielded,
     has_changing_batches,
 )
+from lightning_bilevel.stochastic.run import MiniBatches, default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
@@ -95,6 +96,8 @@ class BilevelMixin(CertifiedPoints):
         ...         return nn.functional.mse_loss(self.model(batch), self.target.expand_as(batch))
     """
 
+    _mini_batches: MiniBatches | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -106,7 +109,10 @@ class BilevelMixin(CertifiedPoints):
             )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
-        """Do one outer iteration."""
+        """Do one outer iteration, or one step on a mini-batch."""
+        if self._mini_batches is not None and self._mini_batches.step is not None:
+            self._mini_batches.training_step(self, batch, batch_idx)
+            return
         if self._declared().has_changed():
             raise MisconfigurationException(
                 f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
@@ -144,7 +150,10 @@ class BilevelMixin(CertifiedPoints):
             self._declared()
             check_gradients(trainer, self._run.solver)
             check_callbacks(self._module(), self._run.solver)
-        return super().configure_callbacks()  # type: ignore[misc]
+        self._mini_batches = MiniBatches()
+        callbacks = super().configure_callbacks()  # type: ignore[misc]
+        given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        return [*given, self._mini_batches]
 
     def on_validation_start(self) -> None:
         """Share running statistics between the processes of a run on mini-batches."""
@@ -154,6 +163,8 @@ class BilevelMixin(CertifiedPoints):
 
     def on_fit_end(self) -> None:
         """Refuse loaders that yield nothing; say what the run was on, to certify it and to warn."""
+        if self._mini_batches is not None and self._mini_batches.step is not None:
+            return
         trainer: Any = self._module().trainer
         check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
         if trainer.train_dataloader is not None:
@@ -164,6 +175,8 @@ class BilevelMixin(CertifiedPoints):
 
     def on_train_epoch_end(self) -> None:
         """Refuse a training step that does not call the solver."""
+        if self._mini_batches is not None and self._mini_batches.step is not None:
+            return
         trainer: Any = self._module().trainer
         epoch = trainer.fit_loop.epoch_loop.batch_progress.current
         check_yielded(type(self).__name__, trainer, epoch.ready)
@@ -184,6 +197,8 @@ class BilevelMixin(CertifiedPoints):
         """Make the solver, and its scheduler if one is declared."""
         declared = self._declared()
         module = self._module()
+        if declared.method is not None:
+            return default_optimizers(declared)
         may_stream = self._run.solver.takes_mini_batches
         check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
         check_trainer(module.trainer)
@@ -212,6 +227,8 @@ class BilevelMixin(CertifiedPoints):
         return {"optimizer": solver, "lr_scheduler": run.schedule.config()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._mini_batches is not None and self._mini_batches.step is not None:
+            return
         """Write into the checkpoint which solver and which problem it belongs to."""
         self._declared()
         write_record(
@@ -229,6 +246,8 @@ class BilevelMixin(CertifiedPoints):
 
         The Trainer would convert the module only after it has loaded the weights.
         """
+        if self._declared().method is not None:
+            return
         declared = self._declared()
         module = self._module()
         trainer = module._trainer

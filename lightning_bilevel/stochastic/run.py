@@ -1,0 +1,214 @@
+"""A run on mini-batches, as Lightning's hooks see it: optimisers, schedulers, logging, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import AdamW, Optimizer
+from typing_extensions import override
+
+from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
+from lightning_bilevel.stochastic.step import Numbers, Step, wide
+
+__all__ = ["MiniBatches", "default_optimizers"]
+
+_RIGHT = (
+    "`configure_optimizers` of a bilevel module returns one optimiser per level:\n"
+    "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
+)
+
+
+class MiniBatches(Callback):
+    """Makes the steps of a module whose ``configure_optimizers`` returns torch optimisers.
+
+    It is idle where that returns a bilevel solver. A bilevel module brings it along.
+    """
+
+    step: Step | None = None
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if any(isinstance(optimizer, BilevelOptimizer) for optimizer in trainer.optimizers):
+            return
+        if trainer.precision == "16-mixed":
+            raise MisconfigurationException(
+                '`Trainer(precision="16-mixed")` rescales the gradients of one optimiser, and a '
+                "bilevel step has three after shared backward passes: use bf16-mixed."
+            )
+        declared = pl_module._declared()
+        declared.resolve()
+        wrapped = pl_module.optimizers()
+        wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
+        pairs = list(zip(wrapped, trainer.optimizers, strict=True))
+        upper, lower = by_level(type(pl_module).__name__, pairs, declared)
+        shadow = Shadow(declared.lower.parameters, _written_buffers(pl_module, declared))
+        copies = dict(zip(shadow.parameters, shadow.z, strict=True))
+        self.step = Step(
+            module=pl_module,
+            method=declared.method,
+            options=declared.options,
+            upper=declared.upper.parameters,
+            shadow=shadow,
+            sets=(declared.upper.feasible, declared.lower.feasible),
+            upper_optimizers=upper,
+            lower_optimizers=lower,
+            shadow_optimizers=[copy_optimizer(o.optimizer, copies) for o in lower],
+        )
+        self._resume()
+
+    def training_step(self, module: Any, batch: Any, batch_idx: int) -> None:
+        """Make one step, log its numbers, and step the schedulers of an interval of steps."""
+        assert self.step is not None
+        numbers, moved = self.step(batch)
+        trainer = module.trainer
+        if moved:
+            step_schedulers(module, "step", batch_idx + 1)
+        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0:
+            self._log(module, numbers)
+
+    def _log(self, module: LightningModule, numbers: Numbers) -> None:
+        assert self.step is not None
+        f, g, gap = numbers.upper, numbers.lower, wide(numbers.lower) - wide(numbers.inner)
+        module.log_dict({"bilevel/upper": f, "bilevel/gap": gap}, prog_bar=True, sync_dist=True)
+        more = {"bilevel/lower": g, "bilevel/multiplier": numbers.multiplier}
+        if self.step.options.skip_nonfinite:
+            more["bilevel/skipped"] = float(self.step.skipped[0])
+        module.log_dict(more, sync_dist=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.step is not None:
+            step_schedulers(pl_module, "epoch", trainer.current_epoch + 1)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.step is None:
+            return {}
+        return {**self.step.state(), "random": _random_state(self.step.module.device)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+        self._resume()
+
+    def _resume(self) -> None:
+        """Go on from a saved state, once there is one and a run: strategies load it in two orders."""
+        if self.step is None or self._saved is None:
+            return
+        self.step.load(self._saved)
+        # Before the loaders start, because they draw the order of the samples.
+        _restore_random_state(self.step.module.device, self._saved["random"])
+        self._saved = None
+
+
+def by_level(
+    call: str, optimizers: Sequence[tuple[Any, Optimizer]], declared: Declaration
+) -> tuple[list[Any], list[Any]]:
+    """Sort optimisers by the level whose parameters they have.
+
+    Args:
+        call: The name of the module, for messages.
+        optimizers: Each optimiser, in Lightning's wrapper and as it is.
+        declared: The declaration.
+    """
+    levels = [{id(p) for p in level.parameters} for level in declared.levels]
+    found: tuple[list[Any], list[Any]] = ([], [])
+    seen: set[int] = set()
+    for wrapped, optimizer in optimizers:
+        own = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        place = [i for i, level in enumerate(levels) if own <= level]
+        if len(place) != 1 or not own:
+            both = all(own & level for level in levels)
+            raise MisconfigurationException(
+                f"`{call}.configure_optimizers`: {type(optimizer).__name__} has parameters of "
+                f"{'both levels' if both else 'no level'}. {_RIGHT}"
+            )
+        found[place[0]].append(wrapped)
+        seen |= own
+    for level, its in zip(declared.levels, found, strict=True):
+        if not its:
+            raise MisconfigurationException(
+                f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. {_RIGHT}"
+            )
+        left = sum(id(p) not in seen for p in level.parameters)
+        if left:
+            rank_zero_warn(
+                f"{left} parameters of the {level.name} level of `{call}` are in no optimiser and "
+                "stay as they are."
+            )
+    return found
+
+
+def step_schedulers(module: Any, interval: str, count: int) -> None:
+    """Step the schedulers of an interval, as Lightning does under automatic optimisation.
+
+    Args:
+        module: The module.
+        interval: ``"step"`` or ``"epoch"``.
+        count: The number of steps or epochs so far.
+    """
+    trainer = module.trainer
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != interval or count % config.frequency:
+            continue
+        metric = None
+        if config.reduce_on_plateau:
+            metric = trainer.callback_metrics.get(config.monitor)
+            if metric is None:
+                told = f"the scheduler monitors {config.monitor!r}, which is not logged yet"
+                if config.strict:
+                    known = ", ".join(sorted(trainer.callback_metrics))
+                    raise MisconfigurationException(f"{told}; there are {known}.")
+                rank_zero_warn(f"{told}: it makes no step.")
+                continue
+        module.lr_scheduler_step(config.scheduler, metric)
+
+
+def default_optimizers(declared: Declaration) -> list[Optimizer]:
+    """Return AdamW for both levels: y wants about a tenth of the rate of plain training."""
+    return [
+        AdamW(declared.upper.parameters, lr=1e-2, weight_decay=0.0),
+        AdamW(declared.lower.parameters, lr=1e-4),
+    ]
+
+
+def _written_buffers(module: nn.Module, declared: Declaration) -> list[Tensor]:
+    """Return the buffers that evaluations of the lower level may write to.
+
+    These are the running statistics of all layers, and every buffer of a layer that has a
+    lower-level parameter.
+    """
+    lower = {id(p) for p in declared.lower.parameters}
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase)
+        or any(id(p) in lower for p in layer.parameters(recurse=False))
+    ]
+    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def _restore_random_state(device: torch.device, state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "device" in state and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state["device"].cpu(), device)
