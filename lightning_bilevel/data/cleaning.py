@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.data.annotators import annotated_labels
-from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
+from lightning_bilevel.data.corruption import LabelNoise, check_corruption, corrupt_labels
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.data.growing import Growing
 from lightning_bilevel.data.samples import (
@@ -70,9 +69,6 @@ class CleaningData(FullBatchDataModule):
         n_test: The number of test samples; None takes all of them.
         corruption: The share of training labels that are made wrong, between 0 and 1.
         kind: A wrong label is any of the other classes (``uniform``), or the next class (``pair``).
-            Or twenty annotators of different reliability have labelled the samples, each sample by
-            one of them (``annotators``; a wrong label is the next class). The batch of the lower
-            level then has the number of the annotator as its last entry.
         seed: Decides the samples of each set, their order, and the wrong labels.
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
@@ -94,15 +90,12 @@ class CleaningData(FullBatchDataModule):
             Set by ``setup``.
         clean_labels: The true labels of the training samples; None if they are not known. Set by
             ``setup``.
-        annotators: The number of the annotator of each training sample; None if there are none.
-            Set by ``setup``.
     """
 
     classes: int
     image_shape: tuple[int, ...]
     corrupted: Tensor | None = None
     clean_labels: Tensor | None = None
-    annotators: Tensor | None = None
 
     def __init__(
         self,
@@ -110,7 +103,7 @@ class CleaningData(FullBatchDataModule):
         n_validation: int = 5000,
         n_test: int | None = None,
         corruption: float = 0.5,
-        kind: CorruptionKind = "uniform",
+        kind: LabelNoise = "uniform",
         seed: int = 0,
         epoch_length: int = 100,
         chunk_size: int | None = None,
@@ -212,24 +205,18 @@ class CleaningData(FullBatchDataModule):
                 f"`{type(self).__name__}` has no other label than {first}: there must be at least "
                 "two classes."
             )
-        lower = [images, *self._noisy(labels, generator)]
+        lower = [images, *self.corrupt(labels, generator)]
         self.clean_labels = labels
         self.lower = self._batch(*lower)
         self.upper = self.validation = self._batch(*sets["validation"])
         self.test = self._batch(*sets["test"]) if "test" in sets else None
 
-    def _noisy(self, labels: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return noisy labels, the numbers of the samples and, if there are any, of annotators."""
-        number = torch.arange(len(labels))
-        if self.kind == "annotators":
-            noisy, self.corrupted, self.annotators = annotated_labels(
-                labels, self.classes, self.corruption, generator=generator
-            )
-            return [noisy, number, self.annotators]
+    def corrupt(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Return noisy labels and sample numbers; override it for another noise."""
         noisy, self.corrupted = corrupt_labels(
             labels, self.classes, self.corruption, self.kind, generator=generator
         )
-        return [noisy, number]
+        return noisy, torch.arange(len(labels))
 
     def train_dataloader(self) -> Any:
         """Return the full batch again and again, or a loader of mini-batches for each level."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["CorruptionKind", "LabelNoise", "check_corruption", "corrupt_labels"]
+__all__ = ["LabelNoise", "check_corruption", "corrupt_labels"]
 
 LabelNoise = Literal["uniform", "pair"]
-CorruptionKind = Literal["uniform", "pair", "annotators"]
 
 
-def check_corruption(call: str, rate: float, kind: str, kinds: Any = CorruptionKind) -> None:
+def check_corruption(call: str, rate: float, kind: str) -> None:
     """Refuse an impossible rate or kind; the error names the call that the user wrote."""
     if not 0.0 <= rate <= 1.0:
         raise ValueError(
             f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels."
         )
-    if kind not in get_args(kinds):
+    if kind not in get_args(LabelNoise):
         raise ValueError(
-            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(kinds)))}."
+            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(LabelNoise)))}."
         )
 
 
@@ -56,7 +55,7 @@ def corrupt_labels(
         >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != labels))
         (2, True)
     """
-    check_corruption("corrupt_labels", corruption, kind, LabelNoise)
+    check_corruption("corrupt_labels", corruption, kind)
     if classes < 2:
         raise ValueError(
             f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is "
