@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -64,15 +63,19 @@ class Grown(Repeated):
         return (self.sample.at(self.trainer.global_step) for _ in range(self.length))
 
 
-class NoValidation(Repeated):
-    """A loader without batches, so that Lightning skips validation."""
+class NoValidation(CombinedLoader):
+    """No loader at all: Lightning skips validation, and warns of an empty loader only."""
 
     def __init__(self) -> None:
-        super().__init__({}, 0)
-        # Lightning warns about an empty loader, but this one is empty on purpose.
-        warnings.filterwarnings(
-            "ignore", message="Total length of `NoValidation` across ranks is zero"
-        )
+        super().__init__([], "sequential")
+
+    @property
+    def flattened(self) -> list[Any]:
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        """Lightning sets the loaders that it has processed."""
 
 
 class FullBatchDataModule(LightningDataModule):
@@ -133,7 +136,7 @@ class FullBatchDataModule(LightningDataModule):
             return loader
         return Grown(NestedSample(self.growing, loader.batch), loader.length, self.trainer)
 
-    def val_dataloader(self) -> Repeated | list[Repeated]:
+    def val_dataloader(self) -> Any:
         if self._has("validation"):
             return self._loader(self._batch_of("validation"), 1)
         if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -137,6 +138,11 @@ class TestWithoutValidation:
         assert module.last_step is not None
         assert module.last_step.iteration == 12
         assert "val_loss" not in run.callback_metrics
+
+    def test_the_filters_of_warnings_stay(self, tmp_path: Any) -> None:
+        before = list(warnings.filters)
+        FullBatchDataModule(samples(20, 1), samples(30, 2)).val_dataloader()
+        assert warnings.filters == before
 
     def test_early_stopping_stops(self, tmp_path: Any) -> None:
         module, stop = Weighting(), EarlyStopping("bilevel/upper", mode="max", patience=1)
