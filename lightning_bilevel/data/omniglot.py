@@ -21,6 +21,9 @@ from lightning_bilevel.files import write_whole
 
 __all__ = ["OmniglotEpisodes"]
 
+# A drawing has some hundred bytes; a larger file is not a drawing and is skipped.
+_MAX_BYTES = 1 << 20
+
 
 class OmniglotEpisodes(EpisodeData):
     """Few-shot episodes of Omniglot; the defaults are the paper's.
@@ -60,7 +63,8 @@ class OmniglotEpisodes(EpisodeData):
     def load(self) -> Tensor:
         """Return all drawings, (1623, 20, 1, size, size); ink is 1, paper is 0."""
         small = torch.cat([self._drawings(part) for part in self.CLASSES])
-        return (1 - small.float() / 255).unflatten(0, (-1, self.DRAWINGS)).unsqueeze(2)
+        size = self.image_size
+        return (1 - small.float() / 255).reshape(-1, self.DRAWINGS, 1, size, size)
 
     def _archive(self, part: str) -> Path:
         return self.root / "omniglot-py" / f"{part}.zip"
@@ -83,7 +87,8 @@ class OmniglotEpisodes(EpisodeData):
         member = re.compile(rf"{part}/[^/]+/[^/]+/[^/]+\.png")
         try:
             with zipfile.ZipFile(archive) as file:
-                names = sorted(filter(member.fullmatch, file.namelist()))
+                small = [info for info in file.infolist() if info.file_size <= _MAX_BYTES]
+                names = sorted(info.filename for info in small if member.fullmatch(info.filename))
                 read = [_decode(file.read(name), self.image_size) for name in names]
         except (zipfile.BadZipFile, OSError, EOFError, ZlibError) as error:
             raise self._broken(archive, str(error)) from error
