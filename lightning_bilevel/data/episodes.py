@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ def draw_episode(
     )
 
 
+@dataclass(eq=False)
 class FreshBatches:
     """Yields batches ``{"upper": ..., "lower": ...}`` of episodes, numbered without end.
 
@@ -115,42 +117,35 @@ class FreshBatches:
         length: The number of batches of an epoch.
         rank: The number of this process.
         world_size: The number of processes; each has batches of its own.
+        next: The number of the next batch.
     """
 
-    def __init__(
-        self,
-        take: Callable[[Sequence[int]], Episodes],
-        tasks: int,
-        length: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._take = take
-        self._tasks = tasks
-        self._length = length
-        self._rank = rank
-        self._world_size = world_size
-        self._next = 0
+    take: Callable[[Sequence[int]], Episodes]
+    tasks: int
+    length: int
+    rank: int = 0
+    world_size: int = 1
+    next: int = 0
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A resumed epoch has only the rest of its batches.
-        for _ in range(self._length - self._next % self._length):
-            first = (self._next * self._world_size + self._rank) * self._tasks
-            self._next += 1
-            support, support_labels, query, query_labels = self._take(
-                range(first, first + self._tasks)
+        for _ in range(self.length - self.next % self.length):
+            first = (self.next * self.world_size + self.rank) * self.tasks
+            self.next += 1
+            support, support_labels, query, query_labels = self.take(
+                range(first, first + self.tasks)
             )
             # No index: each task of a batch has a head of its own.
             yield {"upper": (query, query_labels, None), "lower": (support, support_labels, None)}
 
     def state_dict(self) -> dict[str, int]:
-        return {"next": self._next}
+        return {"next": self.next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = state["next"]
+        self.next = state["next"]
 
 
 class EpisodeData(FullBatchDataModule):
