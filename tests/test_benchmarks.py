@@ -290,8 +290,9 @@ def test_methods_with_trusted_samples_are_judged_alike(
     # Only the network of the trusted samples must have learned something.
     if method != "trusted":
         monkeypatch.setattr(trusted, "TrustedSamples", HASTY)
-    kind: Any = "annotators" if method in trusted.OF_ANNOTATORS else "pair"
-    data = DigitsCleaning(300, 40, corruption=0.6, kind=kind, batch_size=32)
+    kind = "annotators" if method in trusted.OF_ANNOTATORS else "pair"
+    made, options = trusted.data_of("digits", kind)
+    data = made(300, 40, corruption=0.6, batch_size=32, **options)
     data.setup()
     assert data.corrupted is not None
     row = trusted.measure(data, method, 0, trusted.Settings(steps=3))

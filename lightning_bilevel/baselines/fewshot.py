@@ -175,7 +175,8 @@ def _same(data: EpisodeData, seed: int) -> Iterator[Episodes]:
 
 
 def _fresh(data: EpisodeData, seed: int) -> Iterator[Episodes]:
-    return map(data.fresh_episodes(str(seed)), itertools.repeat(_EPISODES_AT_ONCE))
+    for first in itertools.count(step=_EPISODES_AT_ONCE):
+        yield data.fresh([f"{seed}/{first + i}" for i in range(_EPISODES_AT_ONCE)])
 
 
 def _few_at_once(episodes: Episodes) -> Iterator[Episodes]:

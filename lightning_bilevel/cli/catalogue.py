@@ -37,7 +37,6 @@ def _trusted(data: str, things: str, needs: str) -> list[Task]:
         "pair_100": f"59,000 {things}, 60 % in the next class, 100 trusted",
         "pair_1000": f"59,000 {things}, 60 % in the next class, 1,000 trusted",
         "uniform_100": f"59,000 {things}, half in any class, 100 trusted",
-        "annotators_100": f"59,000 {things}, twenty annotators, 100 trusted",
     }
     return [
         Task(

@@ -123,7 +123,7 @@ def test_same_episodes_are_those_of_the_data_each_once_in_a_round(glyphs: GlyphE
 
 def test_fresh_episodes_are_new_ones_of_the_training_classes(glyphs: GlyphEpisodes) -> None:
     drawn = list(itertools.islice(fewshot._fresh(glyphs, 0), 3))
-    images = glyphs._class_splits(glyphs.load())[0].flatten(0, 1).flatten(1)
+    images = glyphs._train_images.flatten(0, 1).flatten(1)
     known = {tuple(image.tolist()) for image in images}
     queries = torch.cat([part.query for part in drawn])
     assert len(queries) == 12

@@ -17,7 +17,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    BatchSizeFinder,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -257,15 +256,6 @@ class TestAveragedWeights:
 
 
 @pytest.mark.integration
-def test_a_full_batch_has_no_batch_size_to_find(tmp_path: Path) -> None:
-    data: Any = weighting_data()
-    data.batch_size = 4
-    with pytest.raises(
-        MisconfigurationException, match="`BatchSizeFinder` cannot work on a `FullBatchDataModule`"
-    ):
-        fitted(tmp_path, callbacks=[BatchSizeFinder(steps_per_trial=1, max_trials=1)], data=data)
-
-
 def test_no_certificate_json_is_lost_without_a_logger(tmp_path: Path) -> None:
     fitted(tmp_path, callbacks=[CertificateReport(), ConvergencePlot()])
     assert (tmp_path / "certificate.json").is_file()

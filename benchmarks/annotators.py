@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-__all__ = ["ANNOTATORS", "annotated_labels", "error_rates"]
 
 ANNOTATORS = 20
 
@@ -61,3 +61,26 @@ def annotated_labels(
         own = order[annotator[order] == number]
         corrupted[own[: round(rate * len(own))]] = True
     return torch.where(corrupted, (labels + 1) % classes, labels), corrupted, annotator
+
+
+class Annotated:
+    """Mix into a data module for cleaning: annotators have given its labels.
+
+    The batch of the lower level has the number of each sample's annotator as its last entry.
+    """
+
+    corruption: float
+    classes: int
+    corrupted: Tensor
+    annotators: Tensor
+
+    def corrupt(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        noisy, self.corrupted, self.annotators = annotated_labels(
+            labels, self.classes, self.corruption, generator=generator
+        )
+        return noisy, torch.arange(len(labels)), self.annotators
+
+
+def annotated(data: type[Any]) -> type[Any]:
+    """Return a class of data for cleaning with labels by annotators."""
+    return type(f"Annotated{data.__name__}", (Annotated, data), {})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from lightning_bilevel import DigitsCleaning, HyperCleaning, corrupt_labels
-from lightning_bilevel.data.annotators import annotated_labels, error_rates
+from benchmarks.annotators import annotated, annotated_labels, error_rates
+from lightning_bilevel import DigitsCleaning, HyperCleaning
 
 
 @pytest.mark.parametrize("corruption", [0.3, 0.5, 0.6, 0.8])
@@ -31,8 +33,8 @@ def test_rates_at_the_ends() -> None:
     assert error_rates(0.5, 4).tolist() == [0.125, 0.375, 0.625, 0.875]
 
 
-def data(**options: int) -> DigitsCleaning:
-    made = DigitsCleaning(400, 50, corruption=0.6, kind="annotators", **options)
+def data(**options: int) -> Any:
+    made = annotated(DigitsCleaning)(400, 50, corruption=0.6, **options)
     made.setup()
     return made
 
@@ -40,8 +42,6 @@ def data(**options: int) -> DigitsCleaning:
 def test_the_number_of_the_annotator_travels_with_the_sample() -> None:
     made = data(batch_size=64)
     images, noisy, number, annotator = made.lower
-    assert made.annotators is not None
-    assert made.corrupted is not None
     assert torch.equal(annotator, made.annotators)
     for batch in made.train_dataloader()["lower"]:
         assert torch.equal(batch[3], annotator[batch[2]])
@@ -58,11 +58,3 @@ def test_weights_per_sample_take_these_data_as_well() -> None:
     problem = module.bilevel_problem({"upper": made.upper, "lower": made.lower})
     x, y = module.point
     assert problem.at(x).value(y) > 0
-
-
-def test_labels_alone_have_no_annotators() -> None:
-    generator = torch.Generator()
-    with pytest.raises(
-        ValueError, match=r"corrupt_labels\(kind='annotators'\)` must be one of 'un"
-    ):
-        corrupt_labels(torch.zeros(3).long(), 2, 0.5, "annotators", generator=generator)  # type: ignore[arg-type]
