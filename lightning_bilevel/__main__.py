@@ -42,6 +42,8 @@ _COMMANDS = {
     "certify": certify.certify,
     "probe": certify.probe,
 }
+# A module of the user's may raise these too, and then needs its traceback.
+_CHECKED = (ValueError, TypeError, RuntimeError)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -65,18 +67,14 @@ def main(args: list[str] | None = None) -> None:
             BilevelCLI(None if args is None else given)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # the exit code of shells; Lightning would exit with 0
-    except ArgumentError as error:
-        print(f"lightning-bilevel: {error}\nSee `lightning-bilevel --help`.", file=sys.stderr)
-        sys.exit(2)
-    except (OSError, MisconfigurationException) as error:
-        print(f"lightning-bilevel: {error}", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, TypeError, RuntimeError) as error:
-        cause = own_error(error)
+    except (ArgumentError, OSError, MisconfigurationException, *_CHECKED) as error:
+        cause = own_error(error) if isinstance(error, _CHECKED) else error
         if cause is None:
             raise
-        print(f"lightning-bilevel: {cause}", file=sys.stderr)
-        sys.exit(1)
+        parsing = isinstance(error, ArgumentError)
+        hint = "\nSee `lightning-bilevel --help`." if parsing else ""
+        print(f"lightning-bilevel: {cause}{hint}", file=sys.stderr)
+        sys.exit(2 if parsing else 1)
 
 
 if __name__ == "__main__":

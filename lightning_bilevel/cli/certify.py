@@ -112,17 +112,9 @@ class _Reading(BilevelCLI):
         super().add_arguments_to_parser(parser)
         parser.add_argument("--ckpt_path", type=str | None, help="the checkpoint to certify")
         parser.add_argument("--weights_only", type=bool | None, help="as for fit")
-        parser.add_argument(
-            "--tolerance",
-            type=PositiveFloat | None,
-            help="certify: accuracy of the proximal point, as the norm of its gradient mapping; by "
-            "default 1e-9 in float64 and 1e-5 in float32",
-        )
-        parser.add_argument(
-            "--proved",
-            action="store_true",
-            help="certify the point that the convergence theorem speaks of, not the last iterate",
-        )
+        # Of `certify` alone.
+        parser.add_argument("--tolerance", type=PositiveFloat | None, help="of the proximal point")
+        parser.add_argument("--proved", action="store_true", help="look at the theorem's point")
 
 
 def certify(args: Sequence[str]) -> None:
@@ -130,10 +122,7 @@ def certify(args: Sequence[str]) -> None:
     cli = _Reading("certify", args)
     path = cli.config.ckpt_path
     if not path or not Path(path).is_file():
-        raise MisconfigurationException(
-            "`certify --ckpt_path CHECKPOINT` "
-            + (f"was given {path}, which is no file." if path else "needs the checkpoint.")
-        )
+        raise MisconfigurationException(f"`certify --ckpt_path {path}`: there is no such file.")
     restore(*cli.run, ckpt_path=path, weights_only=cli.config.weights_only)
     options = {"tolerance": cli.config.tolerance, "proved": cli.config.proved}
     certificate = certificate_of(*cli.run, **options)

@@ -263,8 +263,12 @@ class TestCertify:
     @pytest.mark.parametrize(
         ("change", "code", "words"),
         [
-            (["--ckpt_path", "nowhere.ckpt"], 1, "was given nowhere.ckpt, which is no file"),
-            (["--ckpt_path", "null"], 1, "`certify --ckpt_path CHECKPOINT` needs the checkpoint"),
+            (
+                ["--ckpt_path", "nowhere.ckpt"],
+                1,
+                "`certify --ckpt_path nowhere.ckpt`: there is no such file",
+            ),
+            (["--ckpt_path", "null"], 1, "`certify --ckpt_path None`: there is no such file"),
             (["--tolerance", "0"], 2, 'Parser key "tolerance"'),
         ],
     )
