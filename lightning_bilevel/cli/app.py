@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
@@ -120,4 +121,6 @@ class BilevelCLI(LightningCLI):
                 callbacks[index] = BilevelProgressBar()
             elif type(callback) is ModelCheckpoint and callback not in named:
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeFileIO()
         return trainer

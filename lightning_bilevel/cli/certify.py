@@ -20,7 +20,6 @@ from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.streaming import has_changing_batches
 from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -29,7 +28,12 @@ from lightning_bilevel.table import table
 __all__ = ["WITHOUT_STEPS", "certificate_of", "certify", "probe", "probed", "restore"]
 
 # A Trainer that restores a run of any number of epochs.
-WITHOUT_STEPS = {"max_steps": 0, "max_epochs": -1, "fast_dev_run": False, "num_sanity_val_steps": 0}
+WITHOUT_STEPS: dict[str, Any] = {
+    "max_steps": 0,
+    "max_epochs": -1,
+    "fast_dev_run": False,
+    "num_sanity_val_steps": 0,
+}
 WITHOUT_STEPS |= dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
@@ -44,7 +48,6 @@ def restore(trainer: Trainer, model: Any, datamodule: Any, **checkpoint: Any) ->
         datamodule: Its data.
         checkpoint: ``ckpt_path`` and ``weights_only``, as for ``Trainer.fit``.
     """
-    trainer.strategy.checkpoint_io = WholeFileIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
         trainer.fit(model, datamodule=datamodule, **checkpoint)
