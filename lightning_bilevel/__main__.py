@@ -42,8 +42,8 @@ _COMMANDS = {
     "certify": certify.certify,
     "probe": certify.probe,
 }
-# A module of the user's may raise these too, and then needs its traceback.
-_CHECKED = (ValueError, TypeError, RuntimeError)
+# Raised by a user's module too, and then shown with their traceback.
+_ANYBODYS = (ValueError, TypeError, RuntimeError)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -67,8 +67,8 @@ def main(args: list[str] | None = None) -> None:
             BilevelCLI(None if args is None else given)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)  # the exit code of shells; Lightning would exit with 0
-    except (ArgumentError, OSError, MisconfigurationException, *_CHECKED) as error:
-        cause = own_error(error) if isinstance(error, _CHECKED) else error
+    except (ArgumentError, OSError, MisconfigurationException, *_ANYBODYS) as error:
+        cause = own_error(error) if isinstance(error, _ANYBODYS) else error
         if cause is None:
             raise
         parsing = isinstance(error, ArgumentError)
