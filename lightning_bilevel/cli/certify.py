@@ -28,15 +28,9 @@ from lightning_bilevel.table import table
 __all__ = ["WITHOUT_STEPS", "certificate_of", "certify", "probe", "probed", "restore"]
 
 # A Trainer that restores a run of any number of epochs.
-WITHOUT_STEPS: dict[str, Any] = {
-    "max_steps": 0,
-    "max_epochs": -1,
-    "fast_dev_run": False,
-    "num_sanity_val_steps": 0,
-}
-WITHOUT_STEPS |= dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
+WITHOUT_STEPS: dict[str, Any] = {"max_steps": 0, "max_epochs": -1, "num_sanity_val_steps": 0}
+WITHOUT_STEPS |= dict.fromkeys(("fast_dev_run", "logger", "enable_checkpointing"), False)
+WITHOUT_STEPS |= dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 
 
 def restore(trainer: Trainer, model: Any, datamodule: Any, **checkpoint: Any) -> None:
