@@ -101,7 +101,7 @@ def check_ours(command: str, *args: str) -> None:
         seconds(args[args.index("--budget") + 1])
     elif command == "clean":
         clean_parser().parse_args(args)  # tests/cli/test_clean.py runs it
-    elif command in BilevelCLI.subcommands():
+    elif command in (*BilevelCLI.subcommands(), "certify", "probe"):
         # The config of a run stands for that of any: it is not there before the run.
         known = ["synthetic/ivsp" if arg.startswith("lightning_logs/") else arg for arg in args]
         with pytest.raises(SystemExit) as stop:

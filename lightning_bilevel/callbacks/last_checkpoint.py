@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.optimization_budget import Duration, seconds
+from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.core.errors import BilevelError, CheckpointError
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.processes import any_of
@@ -42,7 +42,7 @@ class LastCheckpoint(ModelCheckpoint):
         interval: The time between two saves, such as ``30s`` or ``5m``.
     """
 
-    def __init__(self, dirpath: str | Path, interval: Duration = "30s") -> None:
+    def __init__(self, dirpath: str | Path, interval: str | float = "30s") -> None:
         super().__init__(dirpath, save_top_k=0, save_last=True)
         self.interval = seconds(interval)
         self._saved_at: float | None = None

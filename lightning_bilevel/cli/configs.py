@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from lightning_bilevel.cli.app import BilevelCLI
-from lightning_bilevel.cli.messages import parsing_error
 
 __all__ = ["MethodConfig", "check_same_task", "find_configs", "read_config"]
 
@@ -64,7 +63,7 @@ def read_config(path: Path) -> MethodConfig:
                 ["--config", str(path)], run=False, parser_kwargs={"exit_on_error": False}
             )
     except argparse.ArgumentError as error:
-        raise ValueError(f"`compare {path}`: {parsing_error(str(error))}") from None
+        raise ValueError(f"`compare {path}`: {error}") from None
     parsed = MethodConfig(path.stem, cli.parser.dump(cli.config, skip_none=False))
     model = parsed.values["model"]
     if not isinstance((model.get("init_args") or {}).get("solver"), dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -16,9 +16,9 @@ from lightning_bilevel.baselines.cleaning_report import CleaningReport
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
 from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.cli.certify import WITHOUT_STEPS, certificate_of, restore
 from lightning_bilevel.cli.configs import MethodConfig
 from lightning_bilevel.cli.recorder import NEVER, evaluation
-from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, NoValidation
 
@@ -90,10 +90,10 @@ def start_row(out: Path, config: MethodConfig, envelope: Envelope | None) -> dic
         envelope: The Moreau envelope of the evaluation; None takes that of the module.
     """
     method = Method(out, config, **WITHOUT_STEPS)
-    trainer = cast(BilevelTrainer, method.trainer)
-    trainer.restore(method.model, method.datamodule)
+    trainer = method.trainer
+    restore(trainer, method.model, method.datamodule)
     options = {"envelope": envelope, "tolerance": usual_tolerance(trainer)}
-    certificate = trainer.look(method.model, method.datamodule, **options)
+    certificate = certificate_of(trainer, method.model, method.datamodule, **options)
     if _validates(method):
         trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
     counts = {"iteration": 0, "optimization_time": 0.0, "passes": 0}

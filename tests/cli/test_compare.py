@@ -6,7 +6,6 @@ import csv
 import json
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 import torch
 import yaml
 from clocks import Clock
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
 from running import trainer
@@ -356,9 +353,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any
         ("1.5h", 5400.0),
         (3, 3.0),
         ("7", 7.0),
-        ("01:02:03:04", 93784.0),
-        (timedelta(hours=1, milliseconds=500), 3600.5),
-        ({"hours": 1, "seconds": 2}, 3602.0),
+        (1e-5, 1e-5),
     ],
 )
 def test_durations(duration: Any, value: float) -> None:
@@ -367,7 +362,7 @@ def test_durations(duration: Any, value: float) -> None:
 
 @pytest.mark.parametrize(
     "duration",
-    ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None],
+    ["soon", "", "0", -1, "1:2:3:4", "3 parsecs", "1e999s", "nan", None],
 )
 def test_what_is_no_duration(duration: Any) -> None:
     with pytest.raises(
@@ -395,20 +390,6 @@ def test_budget_counts_the_solvers_time_only(tmp_path: Path, clock: Clock) -> No
     assert module.last_step is not None
     assert 0.05 <= module.last_step.optimization_time < 0.1
     assert module.last_step.iteration >= 2  # the pause after the first did not end the run
-
-
-def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
-    class Plain(LightningModule):
-        def training_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-
-    with pytest.raises(
-        MisconfigurationException,
-        match="`OptimizationBudget` was given a Plain: it needs a bilevel module",
-    ):
-        trainer(tmp_path, callbacks=[OptimizationBudget(1)]).fit(Plain(), [1])
 
 
 @pytest.mark.parametrize("validates", [True, False])
