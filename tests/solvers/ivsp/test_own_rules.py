@@ -18,6 +18,7 @@ from lightning_bilevel import (
     Envelope,
     Free,
     IVSPInfo,
+    NonFiniteError,
     certify,
 )
 from lightning_bilevel.core.constraints import Limits
@@ -328,6 +329,35 @@ class TestTheUnitOfX:
         assert began % 10 == 0
         assert solver.proved is not None
         assert solver.proved.iteration > began
+
+    def test_a_fault_in_the_iteration_that_shortens_it_leaves_all_as_it_was(self) -> None:
+        """The theorem's point is kept in the unit of its iteration."""
+        problem, x, y = stiff_in_x(1e4)
+        fails = [False]
+        broken = BilevelProblem(
+            lambda x, y: problem.upper_terms[0](x, y) * (math.nan if fails[0] else 1.0),
+            problem.lower_terms[0],
+        )
+        solver, healthy = (IVSP(groups(x.clone(), y.clone())) for _ in range(2))
+        for _ in range(10):
+            solver.step(problem=broken)
+            healthy.step(problem=problem)
+        before, unit = solver.proved, solver.param_groups[0]["unit"]
+        assert before is not None
+        fails[0] = True
+        with pytest.raises(NonFiniteError):
+            solver.step(problem=broken)
+        after = solver.proved
+        assert solver.param_groups[0]["unit"] == solver.constants["own_unit"] == unit
+        assert after is not None
+        assert torch.equal(after.x, before.x)
+        assert torch.equal(after.y, before.y)
+        # The next iteration shortens it, and goes on as a run without a fault.
+        fails[0] = False
+        for _ in range(3):
+            assert solver.step(problem=broken).upper == healthy.step(problem=problem).upper
+        assert solver.constants["own_unit"] == healthy.constants["own_unit"] < unit
+        assert all(map(torch.equal, point_of(solver), point_of(healthy)))
 
     def test_changes_at_most_ten_times(self) -> None:
         problem, x, y = stiff_in_x(1.0)
