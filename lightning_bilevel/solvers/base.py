@@ -26,7 +26,6 @@ from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
 from lightning_bilevel.solvers.level_vectors import check_levels, check_takes
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
-from lightning_bilevel.solvers.steps import STEP_CONSTANTS
 from lightning_bilevel.solvers.streaming import Directions, Streamed, Variable, stream
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -338,13 +337,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run; one saved before groups had units or names is accepted too."""
-        newer = ("unit", "name", *STEP_CONSTANTS)
-        groups = [
-            {**{name: mine[name] for name in newer if name in mine}, **saved}
-            for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        super().load_state_dict(state_dict)
         # The tensors are the given ones, and steps on mini-batches change them in place.
         for name, value in self.memory.items():
             if isinstance(value, Tensor):

@@ -12,14 +12,11 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.schedule import is_number
 
-__all__ = ["STEP_CONSTANTS", "StepRule", "clipped", "plain", "step_constants", "touching"]
+__all__ = ["StepRule", "clipped", "plain", "step_constants", "touching"]
 
 # (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
 # this type too.
 StepRule = Callable[[Tensor, Tensor, float, ConvexSet], Tensor]
-
-# The constants of `step_constants`, which states of earlier versions do not have.
-STEP_CONSTANTS = ("upper_clip", "lower_clip", "x_every", "warmup")
 
 # Keeps a direction that is zero at zero, as in torch's clipping.
 _GUARD = 1e-6

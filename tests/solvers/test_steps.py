@@ -368,34 +368,6 @@ def test_a_state_of_another_optimiser_is_refused() -> None:
         F2SA(groups(*finite_sum.start())).load_state_dict(state)
 
 
-def test_a_state_from_before_there_were_optimisers_is_loaded() -> None:
-    solver = F2SA(groups(*finite_sum.start()))
-    state = solver.state_dict()
-    for group in state["param_groups"]:
-        for name in ("upper_clip", "lower_clip", "x_every", "warmup", "name"):
-            del group[name]
-    solver.load_state_dict(state)
-    assert solver.constants["x_every"] == 1
-    solver.step(problem=whole())
-
-
-def test_a_state_from_before_groups_had_names_goes_on_bit_for_bit() -> None:
-    first = F2SA(groups(*finite_sum.start()), **both(MADE["adamw"]))
-    for problem in finite_sum.batches(3):
-        first.step(problem=problem)
-    state = copy.deepcopy(first.state_dict())
-    for group in state["param_groups"]:
-        del group["name"]
-    second = F2SA(groups(*point_of(first)), **both(MADE["adamw"]))
-    second.load_state_dict(state)
-    assert [group["name"] for group in second.param_groups] == ["upper", "lower"]
-    assert "name" not in second.constants
-    for problem in finite_sum.batches(3, seed=1):
-        first.step(problem=problem)
-        second.step(problem=problem)
-    assert all(map(torch.equal, point_of(second), point_of(first)))
-
-
 # --- Exact clipping
 
 

@@ -9,12 +9,11 @@ from lightning_bilevel.solvers.ivsp.constants import (
     PAPER,
     missing_constants,
 )
-from lightning_bilevel.solvers.ivsp.keep import best
 from lightning_bilevel.solvers.ivsp.penalty import (
     smoothing_function,
 )
 from lightning_bilevel.solvers.ivsp.safe import safe_curvature
-from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solvers.proved import ProvedPoint, best, changed_lately
 
 __all__ = ["Answers"]
 
@@ -54,51 +53,25 @@ class Answers(BilevelOptimizer):
 
         It is of the second half of the run, of an iteration that did not update the penalty and
         has the smallest :math:`\omega_{k+1} = \|w^{k+1} - w^k\|/\mu_k` of the last iterations, of
-        more than half of the second half (:mod:`lightning_bilevel.solvers.ivsp.keep` says which,
-        and why the theorem's rates hold for it). The last iterate may be better or worse: nothing
+        more than half of the second half (:mod:`lightning_bilevel.solvers.proved` says which, and
+        why the theorem's rates hold for it). The last iterate may be better or worse: nothing
         is proved for it. None if there is no such point; :attr:`unproved` then says why.
         """
-        # Where the data have grown, the run that the theorem speaks of is the last stage.
-        began = self.memory.get("began", 0)
-        n = self.memory["iteration"] - began
-        kept = best(self.memory, n)
-        if kept is None or self._changed_lately:
-            return None
-        split = sum(p.numel() for p in self.param_groups[0]["params"])
-        x_unit, y_unit = self._units
-        return ProvedPoint(
-            x=kept.w[:split] * x_unit,
-            y=kept.w[split:] * y_unit,
-            multiplier=kept.multiplier,
-            constraint_multipliers=kept.constraint_multipliers or None,
-            iteration=began + kept.iteration,
-            iterations=began + n,
-            omega=kept.omega,
-            feasibility_bound=kept.feasibility_bound,
-            complementarity_bound=kept.complementarity_bound,
-        )
+        return best(self.memory)
 
     @property
     def unproved(self) -> str:
         """Why :attr:`proved` is None, in words."""
-        n = self.memory["iteration"]
+        memory = self.memory
         if not self.constants["keep_proved"]:
             return "`IVSP(keep_proved=False)` does not keep the point of its theorem"
-        if n == 0:
-            return "IVSP has made no step yet"
-        if self._changed_lately:
+        if changed_lately(memory):
             return (
                 f"the theorem is about one problem and a run that was not touched, but f, g or the "
-                f"point changed after iteration {self.memory['changed']} of {n}: give all "
-                "iterations the same data, or run as long again"
+                f"point changed after iteration {memory['changed']} of {memory['iteration']}: give "
+                "all iterations the same data, or run as long again"
             )
-        return "the last iterations were on a sample, or all updated the penalty: run longer"
-
-    @property
-    def _changed_lately(self) -> bool:
-        """Whether f, g or the point changed from outside in the second half of the run."""
-        began = self.memory.get("began", 0)
-        return bool(self.memory["changed"] - began > (self.memory["iteration"] - began) // 2)
+        return "no recent iteration was on all data and left the penalty alone: run longer"
 
     def safe_L(
         self, L_f: float = 0.0, L_R: float = 0.0, *, theta_hat: float | None = None

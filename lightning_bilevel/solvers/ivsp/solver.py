@@ -21,15 +21,14 @@ from lightning_bilevel.solvers.ivsp.constants import (
     values_of,
 )
 from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.keep import forget, keep
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
-from lightning_bilevel.solvers.ivsp.saved import readable
 from lightning_bilevel.solvers.ivsp.search import Armijo, Merit
 from lightning_bilevel.solvers.ivsp.unit import EVERY, MOST, shortening
+from lightning_bilevel.solvers.proved import keep, restart
 
 __all__ = ["IVSP"]
 
@@ -327,7 +326,7 @@ class IVSP(Answers):
             capped=trials >= c.max_trials or c.L_max <= L,
         )
         if c.keep_proved and problem.share is None:
-            keep(memory, k + 1 - memory.get("began", 0), there.w, info)
+            keep(memory, there.levels, self._units, info)
         return x, y, info
 
     def _merit(self) -> Merit:
@@ -336,12 +335,6 @@ class IVSP(Answers):
         _, rules = self._settings
         gamma = memory.get("gamma", rules.inverse_penalty(memory["penalty_updates"]))
         return rules.merit(memory["iteration"], gamma)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run, also of an earlier version."""
-        super().load_state_dict(readable(state_dict, self.param_groups))
-        # A run that did not keep the points of its first iterations counts from here.
-        self.memory.setdefault("changed", self.memory["iteration"])
 
     def _forget(self) -> None:
         super()._forget()
@@ -365,10 +358,9 @@ class IVSP(Answers):
         super().problem_changed()
         self._known = None
         self._at = None
-        forget(self.memory)
+        restart(self.memory)
         for name in ("excess", "weight"):
             self.memory.pop(name, None)
-        self.memory["began"] = self.memory["iteration"]
 
     def _shortened(self) -> float:
         """Return the factor by which the unit of x gets shorter before this iteration."""
@@ -381,8 +373,7 @@ class IVSP(Answers):
         memory["units"] = memory.get("units", 0) + 1
         self._set({"own_unit": factor * self.constants["own_unit"]})
         # The theorem counts from here. The point is evaluated again, in a resumed run too.
-        forget(memory)
-        memory["began"] = memory["iteration"]
+        restart(memory)
         self._loaded = False
         return factor
 

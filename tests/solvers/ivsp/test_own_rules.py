@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -446,3 +447,16 @@ def test_a_penalty_that_is_too_strong_returns_to_its_start(
     there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, residual, grad_R, 0, Limits())
     rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
     assert rules.next_penalty(there, merit, 1.0, 1.0, Free(), 0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"), [(0.5, 0.25), (sys.float_info.min, sys.float_info.min)]
+)
+def test_a_violation_after_a_small_step_halves_the_penalty_but_never_to_zero(
+    gamma: float, expected: float
+) -> None:
+    grad, w = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
+    merit = Merit(gamma, mu=0.1, phi=Huber())
+    there = Point(w, 1, 1.0, grad, w[1:], 0.0, 0.0, 0.2, grad, 0, Limits())
+    rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
+    assert rules.next_penalty(there, merit, 0.0, 1.0, Free(), 0) == pytest.approx(expected)

@@ -590,29 +590,6 @@ class TestStateDict:
         # Where f is the same, the gap shows the change.
         assert info.calls.gap == info.trials + (1 if changed == "f" else 2)
 
-    @pytest.mark.parametrize("unit", [1.0, 30.0])
-    def test_a_state_of_the_version_before_goes_on_bitwise(self, unit: float) -> None:
-        """It had one string for the chosen constants, and IVSP's unit in place of the group's."""
-        problem = BilevelProblem(
-            lambda x, y: ((x - 1) ** 2).sum() + (y**2).sum(),
-            lambda x, y: 0.5 * ((y - 1e-4 * x) ** 2).sum(),
-        )
-        start = (torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
-        units = (unit, 1.0)
-        one = IVSP(groups(*start, units))
-        advance(one, problem, 3)
-        state, point = copy.deepcopy(one.state_dict()), point_of(one)
-        for group in state["param_groups"]:
-            group["estimated"], group["unit"] = " ".join(group.pop("chosen")), group.pop("own_unit")
-            del group["rules"]
-        two = IVSP(groups(*point, units))
-        two.load_state_dict(state)
-        assert [group["unit"] for group in two.param_groups] == [
-            group["unit"] for group in one.param_groups
-        ]
-        expected = [facts(info) for info in advance(one, problem, 4)]
-        assert [facts(info) for info in advance(two, problem, 4)] == expected
-
     def test_a_copy_with_a_unit_runs_on(self) -> None:
         """g hardly moves with x: IVSP measures x in a larger unit."""
         problem = BilevelProblem(
@@ -984,18 +961,6 @@ class TestConstants:
         for group in optimizer.param_groups:
             group["gamma0"] = 0.25
         assert optimizer.step(problem=problem).gamma == 0.25
-
-    def test_own_rules_with_all_constants_halve_the_penalty(self) -> None:
-        optimizer = self.make(rules="own", rho=0.5, sigma=1.0, **{**PLAIN, "gamma0": 8.0})
-        problem = BilevelProblem(
-            lambda x, y: (x**2).sum() + (y**2).sum(), lambda x, y: ((y - x) ** 2).sum()
-        )
-        optimizer.step(problem=problem)
-        assert optimizer.chosen == []
-        # A state of an earlier version has the number of updates alone.
-        optimizer.memory["penalty_updates"] = 2
-        del optimizer.memory["gamma"], optimizer.memory["changes"]
-        assert optimizer.step(problem=problem).gamma == 2.0
 
     def test_defaults_are_the_paper_s_common_settings(self) -> None:
         optimizer = self.make(rho=0.5, sigma=1.0, **PLAIN)
