@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import (
     Ways,
@@ -23,7 +23,7 @@ from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.steps import plain
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["AID"]
@@ -135,37 +135,22 @@ class AID(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "T": T,
-            "N": N,
-            "linear_solver": linear_solver,
-            "eta": eta,
-            "warm_start": warm_start,
-            "damping": damping,
-            "tolerance": tolerance,
-            "products": products,
-        }
-        none_needed = N == 0 and linear_solver == "neumann"
-        constants = checked_arguments(
-            "AID",
-            given,
-            schedules=("alpha", "beta"),
-            positive=("tolerance", *(() if eta is None else ("eta",))),
-            nonnegative=("damping",),
-            whole=("T", *(() if none_needed else ("N",))),
-            choices={
-                "linear_solver": get_args(LinearSolver),
-                "warm_start": (True, False),
-                "products": get_args(Ways),
-            },
-        )
-        steps = step_constants("AID", upper_clip=upper_clip, lower_clip=lower_clip)
         super().__init__(
             params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
+            *constants_of(
+                locals(),
+                lr="alpha",
+                schedules=("alpha", "beta"),
+                positive=("tolerance", "eta"),
+                nonnegative=("damping",),
+                whole=("T",) if N == 0 and linear_solver == "neumann" else ("T", "N"),
+                optional=("eta",),
+                choices={
+                    "linear_solver": get_args(LinearSolver),
+                    "warm_start": (True, False),
+                    "products": get_args(Ways),
+                },
+            ),
         )
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False

@@ -14,11 +14,10 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import slope_of_psi
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.streaming import Directions, Variable
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -152,38 +151,21 @@ class F2BA(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {
-            "eta": eta,
-            "tau": tau,
-            "sigma": sigma,
-            "K": K,
-            "difference": difference,
-            "rho": rho,
-            "beta": beta,
-        }
-        constants = checked_arguments(
-            "F2BA",
-            given,
-            positive=("eta", "tau", "sigma", "beta", *(() if rho is None else ("rho",))),
-            whole=("K",),
-            choices={"difference": get_args(Difference)},
-        )
         if beta > 1:
             raise ValueError(
                 f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
                 "follows."
             )
-        steps = step_constants(
-            "F2BA",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
         super().__init__(
             params,
-            {"lr": eta, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+            *constants_of(
+                locals(),
+                lr="eta",
+                positive=("eta", "tau", "sigma", "beta", "rho"),
+                whole=("K",),
+                optional=("rho",),
+                choices={"difference": get_args(Difference)},
+            ),
         )
 
     @property

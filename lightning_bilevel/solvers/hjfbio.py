@@ -13,11 +13,10 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["HJFBiO"]
@@ -105,16 +104,14 @@ class HJFBiO(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given = {"gamma": gamma, "lam": lam, "tau": tau, "r": r, "delta": delta}
-        chosen = () if delta is None else ("delta",)
-        constants = checked_arguments(
-            "HJFBiO", given, positive=("gamma", "lam", "tau", "r", *chosen)
-        )
-        steps = step_constants("HJFBiO", upper_clip=upper_clip, lower_clip=lower_clip)
         super().__init__(
             params,
-            {"lr": gamma, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+            *constants_of(
+                locals(),
+                lr="gamma",
+                positive=("gamma", "lam", "tau", "r", "delta"),
+                optional=("delta",),
+            ),
         )
         self.memory["on_sphere"] = False
 

@@ -14,6 +14,7 @@ from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.meha import (
@@ -21,12 +22,11 @@ from lightning_bilevel.solvers.meha import (
     bracket_x,
     bracket_y,
     brackets,
-    checked_steps,
     prox_step,
 )
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.steps import plain
 from lightning_bilevel.solvers.streaming import Directions, Variable
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -120,21 +120,15 @@ class PNGBiO(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        choices = {"norms": get_args(Norms)}
-        given = checked_steps(
-            "PNGBiO", choices, alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c, norms=norms
-        )
-        steps = step_constants(
-            "PNGBiO",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
         super().__init__(
             params,
-            {**given, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+            *constants_of(
+                locals(),
+                lr="alpha",
+                schedules=("alpha", "beta", "eta", "c"),
+                positive=("gamma",),
+                choices={"norms": get_args(Norms)},
+            ),
         )
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:

@@ -11,14 +11,13 @@ from torch import Tensor
 from lightning_bilevel.core.differences import difference_products
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import Ways, resolution
 from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["SOBA"]
@@ -95,24 +94,15 @@ class SOBA(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "damping": damping,
-            "products": products,
-        }
-        constants = checked_arguments(
-            "SOBA",
-            given,
-            schedules=("alpha", "beta"),
-            nonnegative=("damping",),
-            choices={"products": get_args(Ways)},
-        )
-        steps = step_constants("SOBA", upper_clip=upper_clip, lower_clip=lower_clip)
         super().__init__(
             params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
+            *constants_of(
+                locals(),
+                lr="alpha",
+                schedules=("alpha", "beta"),
+                nonnegative=("damping",),
+                choices={"products": get_args(Ways)},
+            ),
         )
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.schedule import is_number
 
-__all__ = ["StepRule", "clipped", "plain", "step_constants", "touching"]
+__all__ = ["StepRule", "clipped", "plain", "touching"]
 
 # (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
 # this type too.
@@ -41,25 +38,3 @@ def clipped(direction: Tensor, bound: float | None) -> Tensor:
         return direction
     length = torch.linalg.vector_norm(direction)
     return direction * torch.clamp(bound / (length + _GUARD), max=1.0)
-
-
-def step_constants(
-    solver: str, *, upper_clip: float | None, lower_clip: float | None, **when: int
-) -> dict[str, Any]:
-    """Return the checked constants of a solver's steps: bounds of directions, and when x moves.
-
-    Example:
-        >>> step_constants("F2SA", upper_clip=None, lower_clip=-1.0)
-        Traceback (most recent call last):
-        ValueError: `F2SA(lower_clip=-1.0)` must be positive and finite, or None for no clipping.
-    """
-    for name, bound in (("upper_clip", upper_clip), ("lower_clip", lower_clip)):
-        if bound is not None and not (is_number(bound) and bound > 0):
-            raise ValueError(
-                f"`{solver}({name}={bound!r})` must be positive and finite, or None for no "
-                "clipping."
-            )
-    whole = [name for name in when if name == "x_every"]
-    counts = [name for name in when if name == "warmup"]
-    moves = checked_arguments(solver, when, whole=whole, counts=counts)
-    return {"upper_clip": upper_clip, "lower_clip": lower_clip, **moves}

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -99,26 +98,16 @@ class VPBGD(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {"alpha": alpha, "beta": beta, "gamma": gamma, "T": T, "restart": restart}
-        constants = checked_arguments(
-            "VPBGD",
-            given,
-            schedules=("gamma",),
-            positive=("alpha", "beta"),
-            whole=("T",),
-            choices={"restart": (True, False)},
-        )
-        steps = step_constants(
-            "VPBGD",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
         super().__init__(
             params,
-            {"lr": alpha, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+            *constants_of(
+                locals(),
+                lr="alpha",
+                schedules=("gamma",),
+                positive=("alpha", "beta"),
+                whole=("T",),
+                choices={"restart": (True, False)},
+            ),
         )
 
     def weights(self) -> Weights:

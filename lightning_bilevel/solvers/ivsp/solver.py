@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
+from lightning_bilevel.solvers.arguments import arguments_of
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import change_of
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
@@ -168,35 +169,7 @@ class IVSP(Answers):
         rules: Literal["paper", "own"] | None = None,
         keep_proved: bool = True,
     ) -> None:
-        given: dict[str, Any] = {
-            "rho": rho,
-            "sigma": sigma,
-            "delta": delta,
-            "mu0": mu0,
-            "block": block,
-            "r": r,
-            "q": q,
-            "gamma0": gamma0,
-            "zeta_bar": zeta_bar,
-            "c1": c1,
-            "c2": c2,
-            "L_init": L_init,
-            "bb": bb,
-            "L_min": L_min,
-            "L_max": L_max,
-            "L_xy": L_xy,
-            "L_yy": L_yy,
-            "inner": inner,
-            "B_R": B_R,
-            "theta_low": theta_low,
-            "theta_hat": theta_hat,
-            "smoothing": smoothing,
-            "fixed_L": fixed_L,
-            "max_trials": max_trials,
-            "max_inner": max_inner,
-            "rules": rules,
-            "keep_proved": keep_proved,
-        }
+        given = arguments_of(locals())
         check_constants(given)
         given["q"] = 1 / r + 0.01 if q is None else q
         super().__init__(params, {"lr": 0.0, "chosen": None, "own_unit": None, **given})
