@@ -19,7 +19,6 @@ from lightning_bilevel.solvers.hypergradient import (
     mixed,
     resolution,
 )
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
@@ -255,7 +254,7 @@ class AID(BatchIteration):
         return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
 
     def _last_v(self, face: Face, y: Tensor) -> Tensor | None:
-        return face.tangent(remembered(self, "v", y)) if "v" in self.memory else None
+        return face.tangent(self.remembered("v", y)) if "v" in self.memory else None
 
     def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
         """Return where the steps of v start: the series has its first term."""

@@ -11,8 +11,8 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import dot
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import descend
 from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["BOME"]

@@ -16,7 +16,6 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.streaming import Directions, Variable
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
@@ -205,7 +204,7 @@ class F2BA(BilevelOptimizer):
         central = c["difference"] == "central"
         here = problem.at(x)
         y_new = y
-        z = remembered(self, "z", y)
+        z = self.remembered("z", y)
         z_center = self._center("z", z)
         y_center = self._center("y", y)
         upper = 0.0
@@ -240,11 +239,11 @@ class F2BA(BilevelOptimizer):
         """Return the centre of a follower; with beta = 1 it is where the follower starts."""
         if self.constants["beta"] == 1:
             return follower
-        return remembered(self, f"{name}_center", follower)
+        return self.remembered(f"{name}_center", follower)
 
     def _followed(self, name: str, follower: Tensor) -> Tensor:
         """Return a centre on mini-batches, after it has gone after its follower's last step."""
-        center = remembered(self, f"{name}_center", follower)
+        center = self.remembered(f"{name}_center", follower)
         center = torch.lerp(center, follower, self.constants["beta"])
         self.memory[f"{name}_center"] = center
         return center

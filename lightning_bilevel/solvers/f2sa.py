@@ -13,9 +13,9 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -153,7 +153,7 @@ class F2SA(BilevelOptimizer):
         weight = self._weight()
         step_x, step_y, step_z = (self.rule(v) for v in ("upper", "lower", "inner"))
         y_new = y
-        z = remembered(self, "z", y)
+        z = self.remembered("z", y)
         for _ in range(c["T"]):
             z = descend(here, z, gamma, 1, problem.lower_set, step_z)
             upper, f_y = problem.upper_y(x, y_new)

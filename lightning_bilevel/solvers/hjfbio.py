@@ -15,7 +15,6 @@ from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -120,7 +119,7 @@ class HJFBiO(BatchIteration):
     ) -> tuple[Tensor, Tensor, StepInfo]:
         c = self.constants
         v = self.memory.get("v")
-        v = torch.zeros_like(y) if v is None else remembered(self, "v", y)
+        v = torch.zeros_like(y) if v is None else self.remembered("v", y)
         delta = _distance(y, v) if c["delta"] is None else c["delta"]
         here = problem.at(x)
         lower, g_y = here.value_and_gradient(y)

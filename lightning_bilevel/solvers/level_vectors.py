@@ -46,6 +46,18 @@ class LevelVectors(Optimizer):
         state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
         return state
 
+    def remembered(self, name: str, y: Tensor) -> Tensor:
+        """Return the inner variable that the memory has under a name; it starts at y."""
+        saved: Tensor | None = self.memory.get(name)
+        if saved is None:
+            return y
+        if saved.shape != y.shape:
+            raise ValueError(
+                f"`{type(self).__name__}` keeps {name} of {saved.numel()} coordinates, and the "
+                f"lower level has {y.numel()}: the state was saved for another lower level."
+            )
+        return saved
+
     def room(self, name: str, like: Sequence[Tensor]) -> Tensor:
         """Return memory for a vector as long as some tensors together; its content is undefined.
 

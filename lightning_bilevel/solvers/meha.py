@@ -17,7 +17,6 @@ from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import StepRule
@@ -195,7 +194,7 @@ class MEHA(BilevelOptimizer):
         step_x, step_y, step_theta = (
             self.rule(variable, projected_step) for variable in ("upper", "lower", "inner")
         )
-        theta = remembered(self, "theta", y)
+        theta = self.remembered("theta", y)
         theta = prox_step(here, theta, y, eta, gamma, problem.lower_set, step_theta)
         x_new = step_x(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
         # y moves at the new x.

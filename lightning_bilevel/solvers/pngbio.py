@@ -16,14 +16,7 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
-from lightning_bilevel.solvers.meha import (
-    GROWING,
-    bracket_x,
-    bracket_y,
-    brackets,
-    prox_step,
-)
+from lightning_bilevel.solvers.meha import GROWING, bracket_x, bracket_y, brackets, prox_step
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import plain
@@ -157,7 +150,7 @@ class PNGBiO(BilevelOptimizer):
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
-        theta = remembered(self, "theta", y)
+        theta = self.remembered("theta", y)
         step_theta = self.rule("inner", projected_step)
         theta = prox_step(here, theta, y, eta, gamma, Y, step_theta)
         if self.constants["norms"] == "joint":

@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["SLM"]
@@ -132,7 +132,7 @@ class SLM(BilevelOptimizer):
         else:
             inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
         here = problem.at(x)
-        z_start = self.restarted(y) if c["restart"] else remembered(self, "z", y)
+        z_start = self.restarted(y) if c["restart"] else self.remembered("z", y)
         z = descend(here, z_start, inner_step, c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, z)

@@ -14,7 +14,6 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import Ways, resolution
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
@@ -114,7 +113,7 @@ class SOBA(BatchIteration):
         k = self.memory["iteration"]
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
-        v = remembered(self, "v", y) if "v" in self.memory else torch.zeros_like(y)
+        v = self.remembered("v", y) if "v" in self.memory else torch.zeros_like(y)
         here = problem.at(x)
         f = problem.upper(x, y)
         if c["products"] == "autograd":

@@ -1,4 +1,4 @@
-"""The step of a level along a direction."""
+"""The step of a level along a direction, and the descent of an inner variable."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["StepRule", "clipped", "plain", "touching"]
+__all__ = ["StepRule", "clipped", "descend", "plain", "touching"]
 
 # (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
 # this type too.
@@ -38,3 +39,18 @@ def clipped(direction: Tensor, bound: float | None) -> Tensor:
         return direction
     length = torch.linalg.vector_norm(direction)
     return direction * torch.clamp(bound / (length + _GUARD), max=1.0)
+
+
+def descend(
+    lower: LowerLevel,
+    z: Tensor,
+    step: float,
+    steps: int,
+    lower_set: ConvexSet,
+    rule: StepRule = plain,
+) -> Tensor:
+    r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
+    for number in range(steps):
+        # Methods that start at y need the gap at y afterwards, so the first gradient is kept.
+        z = rule(z, lower.gradient(z, keep=number == 0), step, lower_set)
+    return z

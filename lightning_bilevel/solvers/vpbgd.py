@@ -13,9 +13,9 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -134,7 +134,7 @@ class VPBGD(BilevelOptimizer):
         alpha = c["alpha"]
         gamma = value_at(c["gamma"], self.memory["iteration"])
         here = problem.at(x)
-        w_start = self.restarted(y) if c["restart"] else remembered(self, "w", y)
+        w_start = self.restarted(y) if c["restart"] else self.remembered("w", y)
         w = descend(here, w_start, c["beta"], c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, w)

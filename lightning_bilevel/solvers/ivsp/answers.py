@@ -1,21 +1,31 @@
-"""What a run of IVSP can be asked: its envelope, its multiplier, the theorem's point, L_safe."""
+r"""What a run of IVSP can be asked: its envelope, its multiplier, the theorem's point, L_safe.
+
+L_safe is the curvature above which every step of IVSP descends: what a fixed L has to be.
+
+With a fixed L (the paper's Strategy I) no trial is tested. The paper proves the descent of its
+merit function for
+
+.. math::
+    L \ge L_{\text{safe}} = \max\Bigl\{\frac{\underline\vartheta}{\hat\vartheta},\;
+      \frac{c_1 + \gamma_0 \mu_0 L_f + L_G}{2 - \hat\vartheta}\Bigr\}, \qquad
+    L_G = b_\phi B_R^2 + \mu_0 L_R
+
+where :math:`L_f` and :math:`L_R` are Lipschitz constants of the gradients of f and R, and
+:math:`B_R` bounds the gradient of R. A smaller L may descend too, but nothing is proved for it.
+"""
 
 from __future__ import annotations
+
+import math
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.ivsp.choose import explain
-from lightning_bilevel.solvers.ivsp.constants import (
-    PAPER,
-    missing_constants,
-)
-from lightning_bilevel.solvers.ivsp.penalty import (
-    smoothing_function,
-)
-from lightning_bilevel.solvers.ivsp.safe import safe_curvature
+from lightning_bilevel.solvers.ivsp.constants import PAPER, missing_constants
+from lightning_bilevel.solvers.ivsp.penalty import smoothing_function
 from lightning_bilevel.solvers.proved import ProvedPoint, best, changed_lately
 
-__all__ = ["Answers"]
+__all__ = ["Answers", "gap_lipschitz", "safe_curvature"]
 
 
 class Answers(BilevelOptimizer):
@@ -78,15 +88,14 @@ class Answers(BilevelOptimizer):
     ) -> float:
         r"""Return :math:`L_{\text{safe}}`: every step with an L above it descends.
 
-        :mod:`lightning_bilevel.solvers.ivsp.safe` has the formula. A constant that IVSP chooses is
-        known after the first step.
+        :func:`safe_curvature` has the formula. A constant that IVSP chooses is known after the
+        first step.
 
         Args:
             L_f: Lipschitz constant of the gradient of f, in the solver's units. With 0, the result
                 is only a lower bound of :math:`L_{\text{safe}}`.
-            L_R: Lipschitz constant of the gradient of R, likewise;
-                :func:`~lightning_bilevel.solvers.ivsp.safe.gap_lipschitz` computes one from that of
-                g.
+            L_R: Lipschitz constant of the gradient of R, likewise; :func:`gap_lipschitz` computes
+                one from that of g.
             theta_hat: Another :math:`\hat\vartheta` than the solver's. For a fixed L any between 0
                 and 2 is valid.
         """
@@ -109,3 +118,51 @@ class Answers(BilevelOptimizer):
             theta_low=c["theta_low"],
             theta_hat=c["theta_hat"] if theta_hat is None else theta_hat,
         )
+
+
+def safe_curvature(
+    *,
+    L_f: float,
+    L_R: float,
+    B_R: float,
+    gamma0: float,
+    mu0: float,
+    c1: float,
+    b: float,
+    theta_low: float,
+    theta_hat: float,
+) -> float:
+    r"""Return :math:`L_{\text{safe}}`.
+
+    Args:
+        L_f: Lipschitz constant of the gradient of f on C.
+        L_R: Lipschitz constant of the gradient of R on C, see :func:`gap_lipschitz`.
+        B_R: Bound on the norm of the gradient of R on C.
+        gamma0: :math:`\gamma_0`, the first inverse penalty.
+        mu0: :math:`\mu_0`, the first smoothing.
+        c1: :math:`c_1`, the decrease that is asked for.
+        b: :math:`b_\phi` of the smoothing.
+        theta_low: :math:`\underline\vartheta`.
+        theta_hat: :math:`\hat\vartheta`, in (0, 2). Only the line search uses it. For a fixed L it
+            is a constant of the proof alone, and 1 instead of the paper's 1.99 makes
+            :math:`L_{\text{safe}}` a hundred times smaller.
+    """
+    L_G = b * B_R**2 + mu0 * L_R
+    return max(theta_low / theta_hat, (c1 + gamma0 * mu0 * L_f + L_G) / (2 - theta_hat))
+
+
+def gap_lipschitz(L_g: float, envelope: Envelope) -> float:
+    r"""Return a Lipschitz constant of the gradient of R for a given one of the gradient of g.
+
+    .. math::
+        L_R = L_g \bigl(1 + \sqrt{1 + K_z^2}\bigr) + (1 + K_z)/\rho, \qquad
+        K_z = \frac{\sqrt{1 + \rho^2 L_g^2}}{1 - \rho\sigma}
+
+    The paper proves that :math:`w \mapsto z(w)` is :math:`K_z`-Lipschitz, and that some
+    :math:`L_R` follows. This one is the sum of the three terms of
+
+    .. math::
+        \nabla R(w) = \nabla g(x, y) - (\nabla_x g(x, z(w)), 0) - (0, (y - z(w))/\rho)
+    """
+    K_z = math.hypot(1.0, envelope.rho * L_g) / (1 - envelope.rho * envelope.sigma)
+    return L_g * (1 + math.hypot(1.0, K_z)) + (1 + K_z) / envelope.rho

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,24 +15,29 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
 from lightning_bilevel.solvers.arguments import arguments_of
 from lightning_bilevel.solvers.ivsp.answers import Answers
-from lightning_bilevel.solvers.ivsp.change import change_of
+from lightning_bilevel.solvers.ivsp.change import EVERY, MOST, change_of, shortening
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
-from lightning_bilevel.solvers.ivsp.constants import (
-    Constants,
-    check_constants,
-    values_of,
-)
-from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
+from lightning_bilevel.solvers.ivsp.constants import Constants, check_constants, values_of
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
-from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
-from lightning_bilevel.solvers.ivsp.search import Armijo, Merit
-from lightning_bilevel.solvers.ivsp.unit import EVERY, MOST, shortening
+from lightning_bilevel.solvers.ivsp.search import (
+    Armijo,
+    Merit,
+    check_trials,
+    warn_of_ascent,
+    warn_of_stall,
+)
 from lightning_bilevel.solvers.proved import keep, restart
+from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["IVSP"]
+__all__ = ["IVSP", "IVSPInfo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVSPInfo(PenaltyInfo):
+    """The record of one outer iteration of IVSP."""
 
 
 class IVSP(Answers):
