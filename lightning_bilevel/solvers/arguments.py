@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from lightning_bilevel.solvers.schedule import Power, is_number, value_at
@@ -12,10 +12,16 @@ from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 __all__ = ["arguments_of", "checked_arguments", "constants_of"]
 
 _OTHERS = ("self", "params", "__class__")
-# The rules of the arguments that solvers share; bounds of directions may be None.
+# The kinds of numbers, each with its condition and its words.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "positive": (lambda v: is_number(v) and v > 0, "positive and finite"),
+    "nonnegative": (lambda v: is_number(v) and v >= 0, "nonnegative and finite"),
+    "whole": (lambda v: is_number(v) and v == int(v) >= 1, "a positive whole number"),
+    "count": (lambda v: is_number(v) and v == int(v) >= 0, "a whole number of at least 0"),
+}
+# Arguments that many solvers have: bounds of directions, and when x moves on mini-batches.
 _CLIPS = ("upper_clip", "lower_clip")
-_WHOLE = ("x_every",)
-_COUNTS = ("warmup",)
+_SHARED = {"positive": _CLIPS, "nonnegative": (), "whole": ("x_every",), "count": ("warmup",)}
 
 
 def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def checked_arguments(
     positive: Iterable[str] = (),
     nonnegative: Iterable[str] = (),
     whole: Iterable[str] = (),
-    optional: Iterable[str] = (),
+    optional: Sequence[str] = (),
     choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a solver in the form that is stored; refuse invalid ones.
@@ -76,16 +82,10 @@ def checked_arguments(
         ValueError: `MEHA(gamma=-1.0)` must be positive and finite.
     """
     result = dict(given)
-    may_be_none = {*optional, *_CLIPS}
-
-    def present(names: Iterable[str], *shared: str) -> list[str]:
-        both = [*names, *(name for name in shared if name in given)]
-        return [name for name in both if given[name] is not None or name not in may_be_none]
 
     def require(name: str, holds: bool, rule: str) -> None:
         if not holds:
-            end = ", or None" if name in may_be_none else ""
-            raise ValueError(f"`{solver}({name}={given[name]!r})` must be {rule}{end}.")
+            raise ValueError(f"`{solver}({name}={given[name]!r})` must be {rule}.")
 
     for name in schedules:
         value = given[name]
@@ -98,18 +98,15 @@ def checked_arguments(
         valid = is_number(initial) and initial > 0 and is_number(power)
         require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
         result[name] = (float(initial), float(power))
-    for name in present(positive, *_CLIPS):
-        require(name, is_number(given[name]) and given[name] > 0, "positive and finite")
-    for name in present(nonnegative):
-        require(name, is_number(given[name]) and given[name] >= 0, "nonnegative and finite")
-    for least, names, rule in (
-        (1, present(whole, *_WHOLE), "a positive whole number"),
-        (0, present((), *_COUNTS), "a whole number of at least 0"),
-    ):
-        for name in names:
-            number = given[name]
-            require(name, is_number(number) and number == int(number) >= least, rule)
-            result[name] = int(number)
+    named = {"positive": positive, "nonnegative": nonnegative, "whole": whole, "count": ()}
+    for kind, (holds, words) in _KINDS.items():
+        for name in (*named[kind], *(name for name in _SHARED[kind] if name in given)):
+            may_be_none = name in optional or name in _CLIPS
+            if may_be_none and given[name] is None:
+                continue
+            require(name, holds(given[name]), f"{words}, or None" if may_be_none else words)
+            if kind in ("whole", "count"):
+                result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))
     return result

@@ -5,8 +5,8 @@ may choose it too long: the merit is then far more curved in x than in y, the li
 x, and y crawls. Each step shows both curvatures (:attr:`Change.stiffness`). With the mean s of
 their logarithmic ratio over ten steps, to which a step that shows none adds 0, the unit is
 multiplied by :math:`2^{-s/4}`, rounded to a power of two: half of the way to equal curvatures, as
-at the start. It is a change of variables, it is never made longer again, and there are at most ten in a run, so
-the theorem holds from the last one on.
+at the start. It is a change of variables, it is never made longer again, and there are at most ten
+in a run, so the theorem holds from the last one on.
 """
 
 from __future__ import annotations

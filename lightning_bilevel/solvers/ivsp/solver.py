@@ -17,7 +17,7 @@ from lightning_bilevel.solvers.arguments import arguments_of
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import EVERY, MOST, change_of, shortening
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
-from lightning_bilevel.solvers.ivsp.constants import Constants, check_constants, values_of
+from lightning_bilevel.solvers.ivsp.constants import Constants, checked_constants, values_of
 from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
@@ -175,9 +175,7 @@ class IVSP(Answers):
         rules: Literal["paper", "own"] | None = None,
         keep_proved: bool = True,
     ) -> None:
-        given = arguments_of(locals())
-        check_constants(given)
-        given["q"] = 1 / r + 0.01 if q is None else q
+        given = checked_constants(arguments_of(locals()))
         super().__init__(params, {"lr": 0.0, "chosen": None, "own_unit": None, **given})
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
