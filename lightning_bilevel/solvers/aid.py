@@ -146,7 +146,6 @@ class AID(BatchIteration):
                 optional=("eta",),
                 choices={
                     "linear_solver": get_args(LinearSolver),
-                    "warm_start": (True, False),
                     "products": get_args(Ways),
                 },
             ),
@@ -254,7 +253,7 @@ class AID(BatchIteration):
         return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
 
     def _last_v(self, face: Face, y: Tensor) -> Tensor | None:
-        return face.tangent(self.remembered("v", y)) if "v" in self.memory else None
+        return face.tangent(self.memory["v"]) if "v" in self.memory else None
 
     def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
         """Return where the steps of v start: the series has its first term."""

@@ -204,7 +204,7 @@ class F2BA(BilevelOptimizer):
         central = c["difference"] == "central"
         here = problem.at(x)
         y_new = y
-        z = self.remembered("z", y)
+        z = self.memory.get("z", y)
         z_center = self._center("z", z)
         y_center = self._center("y", y)
         upper = 0.0
@@ -239,11 +239,12 @@ class F2BA(BilevelOptimizer):
         """Return the centre of a follower; with beta = 1 it is where the follower starts."""
         if self.constants["beta"] == 1:
             return follower
-        return self.remembered(f"{name}_center", follower)
+        center: Tensor = self.memory.get(f"{name}_center", follower)
+        return center
 
     def _followed(self, name: str, follower: Tensor) -> Tensor:
         """Return a centre on mini-batches, after it has gone after its follower's last step."""
-        center = self.remembered(f"{name}_center", follower)
+        center = self.memory.get(f"{name}_center", follower)
         center = torch.lerp(center, follower, self.constants["beta"])
         self.memory[f"{name}_center"] = center
         return center

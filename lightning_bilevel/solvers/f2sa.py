@@ -153,7 +153,7 @@ class F2SA(BilevelOptimizer):
         weight = self._weight()
         step_x, step_y, step_z = (self.rule(v) for v in ("upper", "lower", "inner"))
         y_new = y
-        z = self.remembered("z", y)
+        z = self.memory.get("z", y)
         for _ in range(c["T"]):
             z = descend(here, z, gamma, 1, problem.lower_set, step_z)
             upper, f_y = problem.upper_y(x, y_new)

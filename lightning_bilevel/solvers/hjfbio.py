@@ -118,8 +118,7 @@ class HJFBiO(BatchIteration):
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
         c = self.constants
-        v = self.memory.get("v")
-        v = torch.zeros_like(y) if v is None else self.remembered("v", y)
+        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
         delta = _distance(y, v) if c["delta"] is None else c["delta"]
         here = problem.at(x)
         lower, g_y = here.value_and_gradient(y)

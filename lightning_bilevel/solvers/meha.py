@@ -194,7 +194,7 @@ class MEHA(BilevelOptimizer):
         step_x, step_y, step_theta = (
             self.rule(variable, projected_step) for variable in ("upper", "lower", "inner")
         )
-        theta = self.remembered("theta", y)
+        theta = self.memory.get("theta", y)
         theta = prox_step(here, theta, y, eta, gamma, problem.lower_set, step_theta)
         x_new = step_x(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
         # y moves at the new x.

@@ -150,7 +150,7 @@ class PNGBiO(BilevelOptimizer):
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
-        theta = self.remembered("theta", y)
+        theta = self.memory.get("theta", y)
         step_theta = self.rule("inner", projected_step)
         theta = prox_step(here, theta, y, eta, gamma, Y, step_theta)
         if self.constants["norms"] == "joint":

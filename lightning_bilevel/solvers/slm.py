@@ -116,7 +116,7 @@ class SLM(BilevelOptimizer):
                 positive=("eta", "alpha", "gamma", "tau"),
                 nonnegative=("delta", "lambda0"),
                 whole=("T",),
-                choices={"restart": (True, False), "dual": get_args(Dual)},
+                choices={"dual": get_args(Dual)},
             ),
         )
         self.memory["lambda"] = float(lambda0)
@@ -132,7 +132,7 @@ class SLM(BilevelOptimizer):
         else:
             inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
         here = problem.at(x)
-        z_start = self.restarted(y) if c["restart"] else self.remembered("z", y)
+        z_start = self.restarted(y) if c["restart"] else self.memory.get("z", y)
         z = descend(here, z_start, inner_step, c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, z)

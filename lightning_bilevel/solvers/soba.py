@@ -113,7 +113,7 @@ class SOBA(BatchIteration):
         k = self.memory["iteration"]
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
-        v = self.remembered("v", y) if "v" in self.memory else torch.zeros_like(y)
+        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
         here = problem.at(x)
         f = problem.upper(x, y)
         if c["products"] == "autograd":

@@ -43,7 +43,7 @@ class TorchRule:
         self._call = call
         self._optimizer: Optimizer | None = None
         self._pieces: list[nn.Parameter] = []
-        probe = self._made([nn.Parameter(torch.zeros(2, device=_HOST))])
+        probe = self._make([nn.Parameter(torch.zeros(2, device=_HOST))])
         self.name = type(probe).__name__
         # The rate that the optimiser was made with.
         self.lr = _rate_of(probe, call)
@@ -114,7 +114,7 @@ class TorchRule:
 
     def _first_state(self, values: Tensor) -> dict[str, Any]:
         parameter = nn.Parameter(values.detach())
-        return dict(self._made([parameter]).state[parameter])
+        return dict(self._make([parameter]).state[parameter])
 
     def step(
         self,
@@ -158,7 +158,7 @@ class TorchRule:
     def _with_pieces(self, pieces: list[tuple[Tensor, Tensor]]) -> Optimizer:
         if self._optimizer is None or len(self._pieces) != len(pieces):
             self._pieces = [nn.Parameter(values.detach()) for values, _ in pieces]
-            self._optimizer = self._made(self._pieces)
+            self._optimizer = self._make(self._pieces)
         return self._optimizer
 
     def _gradient(self, direction: Tensor, touched: Tensor | None) -> Tensor:
@@ -171,36 +171,12 @@ class TorchRule:
             return torch.zeros_like(direction).index_copy_(0, touched, direction[touched])
         return direction
 
-    def _made(self, parameters: list[nn.Parameter]) -> Optimizer:
-        if not callable(self._make):
-            raise TypeError(
-                f"`{self._call}` was given a {type(self._make).__name__}: it must be what makes a "
-                "torch optimiser from parameters, such as `functools.partial(torch.optim.AdamW, "
-                "lr=1e-3)`."
-            )
-        try:
-            made = self._make(parameters)
-        except ValueError as error:
-            raise ValueError(
-                f"`{self._call}` makes no optimiser of a flat vector: {error} {_WAY_OUT}"
-            ) from error
-        if not isinstance(made, Optimizer):
-            raise TypeError(
-                f"`{self._call}` made a {type(made).__name__}, which is no `torch.optim.Optimizer`."
-            )
-        if isinstance(made, torch.optim.LBFGS):
-            raise ValueError(
-                f"`{self._call}`: LBFGS evaluates the loss itself, several times a step, and a "
-                f"level is moved along a direction. {_WAY_OUT}"
-            )
-        return made
-
     # --- Experiments
 
     def _stepped(self, gradients: list[Tensor], size: int) -> list[Tensor]:
         """Return a vector of ones after each of some steps."""
         parameter = nn.Parameter(torch.ones(size, dtype=torch.float64, device=_HOST))
-        optimizer = self._made([parameter])
+        optimizer = self._make([parameter])
         before = _settings(optimizer)
         path = []
         for gradient in gradients:

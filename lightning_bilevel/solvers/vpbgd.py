@@ -106,7 +106,6 @@ class VPBGD(BilevelOptimizer):
                 schedules=("gamma",),
                 positive=("alpha", "beta"),
                 whole=("T",),
-                choices={"restart": (True, False)},
             ),
         )
 
@@ -134,7 +133,7 @@ class VPBGD(BilevelOptimizer):
         alpha = c["alpha"]
         gamma = value_at(c["gamma"], self.memory["iteration"])
         here = problem.at(x)
-        w_start = self.restarted(y) if c["restart"] else self.remembered("w", y)
+        w_start = self.restarted(y) if c["restart"] else self.memory.get("w", y)
         w = descend(here, w_start, c["beta"], c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, w)

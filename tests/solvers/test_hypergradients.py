@@ -469,7 +469,6 @@ def test_an_iteration_costs_what_the_docstring_states(solver: Any, calls: Calls)
         (partial(AID, damping=-1.0), r"`AID\(damping=-1.0\)` must be nonnegative and finite"),
         (partial(AID, tolerance=0.0), r"`AID\(tolerance=0.0\)` must be positive and finite"),
         (partial(AID, eta=-0.1), r"`AID\(eta=-0.1\)` must be positive and finite"),
-        (partial(AID, warm_start="no"), r"`AID\(warm_start='no'\)` must be True or False"),
         (partial(AID, beta=0.0), r"`AID\(beta=0.0\)` must be positive and finite, a `Power`"),
         (partial(SOBA, damping=-1.0), r"`SOBA\(damping=-1.0\)` must be nonnegative and finite"),
         (partial(SOBA, products="fast"), r"`SOBA\(products='fast'\)` must be 'autograd' or"),

@@ -314,7 +314,6 @@ class Unable(torch.optim.Optimizer):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "lbfgs": (torch.optim.LBFGS, "LBFGS evaluates the loss itself"),
     "shared": (Shared, "Shared does not act on each coordinate alone"),
     "counting": (partial(Counting, lr=0.1), "Counting changes its own parameter group"),
     "unable": (Unable, "Unable cannot step a flat vector by its gradient"),
@@ -325,9 +324,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "Adam has lr = a tensor 0.1",
     ),
 }
-for late in ("Adafactor", "Muon"):
-    if hasattr(torch.optim, late):
-        REFUSED[late.lower()] = (getattr(torch.optim, late), late)
+if hasattr(torch.optim, "Adafactor"):
+    REFUSED["adafactor"] = (torch.optim.Adafactor, "Adafactor")
 
 
 @pytest.mark.parametrize("level", ["upper", "lower"])
@@ -339,13 +337,8 @@ def test_an_optimiser_that_does_not_fit_is_refused(name: str, level: str) -> Non
     assert message in str(error.value)
 
 
-def test_what_makes_no_optimiser_is_refused() -> None:
+def test_an_inner_optimiser_alone_is_refused() -> None:
     start = groups(*finite_sum.start())
-    made = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TypeError, match=r"was given a SGD: it must be what makes a torch optim"):
-        F2SA(start, upper_optimizer=made)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"made a list, which is no `torch.optim.Optimizer`"):
-        F2SA(start, upper_optimizer=list)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`F2SA\(inner_optimizer=...\)` needs a `lower_optim"):
         F2SA(start, inner_optimizer=SGD)
 

@@ -117,8 +117,8 @@ class LuMei(BilevelOptimizer):
         if "z" not in self.memory:
             steps = math.ceil(c["D"] * math.sqrt(2 * c["L_g"] / eps))
             y = _accelerated(problem.at(x), y, 1 / c["L_g"], steps, problem.lower_set)
-        z = self.remembered("z", y)
-        z_first = self.remembered("z_first", y)
+        z = self.memory.get("z", y)
+        z_first = self.memory.get("z_first", y)
         proximal = _Proximal(problem, torch.cat([x, y]), z_first, x.numel(), eps, L_h, s_z)
         saddle = Saddle(
             proximal.F, proximal.project, x.numel() + y.numel(), L_h, s_z, 3 * L_h + s_z
