@@ -16,7 +16,7 @@ from lightning_bilevel.solvers.hypergradient import (
     Ways,
     adjoint_matrix,
     descend_to,
-    mixed,
+    products,
     resolution,
 )
 from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
@@ -183,7 +183,8 @@ class AID(BatchIteration):
             start = self._first_v(face, right, beta)
             solved = fixed_point(matrix, right, start, c["N"], c["eta"] or beta, accuracy)
         self._warn(solved)
-        d_x = f.grad_x - mixed(here, y_new, solved.v, c["products"])
+        _, xy = products(here, y_new, solved.v, c["products"])
+        d_x = f.grad_x - xy
         x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
         if self._keeps_v:
             self.memory["v"] = solved.v
@@ -232,7 +233,8 @@ class AID(BatchIteration):
                 indefinite = solved.curvature is not None
                 memory["v"] = solved.v
             else:
-                d_x = memory["f_x"] - mixed(here, y, v, c["products"])
+                _, xy = products(here, y, v, c["products"])
+                d_x = memory["f_x"] - xy
                 step_x = self.rule("upper", touched=problem.touched)
                 x = step_x(x, d_x, alpha, problem.upper_set)
                 for name in ("before", "f_x", "right", *(() if self._keeps_v else ("v",))):

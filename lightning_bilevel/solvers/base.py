@@ -240,10 +240,9 @@ class BilevelOptimizer(LevelSteps, ABC):
                 returned = closure()
             problem = returned if problem is None else problem
         if not isinstance(problem, BilevelProblem):
-            got = "no problem" if problem is None else f"a {type(problem).__name__}"
             raise TypeError(
-                f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
-                "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
+                f"`{type(self).__name__}.step` was given a {type(problem).__name__}: it needs f "
+                "and g, as `step(problem=problem)` or `step(lambda: problem)`."
             )
         check_takes(type(self).__name__, self.constrained, problem)
         if problem.mini_batch:

@@ -90,11 +90,6 @@ class ITD(BilevelOptimizer):
         upper_optimizer: OptimizerCallable | None = None,
         upper_clip: float | None = None,
     ) -> None:
-        if K is not None and K > T:
-            raise ValueError(
-                f"`ITD(K={K}, T={T})`: K must be at most T, because there are T steps to "
-                "differentiate. K=None differentiates all of them."
-            )
         super().__init__(
             params,
             *constants_of(
@@ -115,7 +110,7 @@ class ITD(BilevelOptimizer):
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
         T = c["T"]
-        K = c["K"] or T
+        K = min(c["K"] or T, T)
         here = problem.at(x)
         descent = descend_to(here, y, beta, T, K + 1, problem.lower_set)
         f = problem.upper(x, descent.y)

@@ -123,11 +123,7 @@ class StreamingIVSP(BilevelOptimizer):
                 f"`StreamingIVSP(floor={floor!r})` must be at most 1: it is the least phi, and phi "
                 "is at most 1."
             )
-        if rho * sigma >= 1:
-            raise ValueError(
-                f"`StreamingIVSP(rho={rho!r})` must be smaller than 1/sigma = {1 / sigma:g}: "
-                "otherwise the Moreau subproblem is not strongly convex."
-            )
+        Envelope(rho=rho, sigma=sigma, delta=delta)
         super().__init__(params, constants, optimizers)
 
     @property

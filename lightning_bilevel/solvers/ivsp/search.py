@@ -11,7 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
+from lightning_bilevel.core.errors import (
+    BilevelError,
+    InnerLoopError,
+    LineSearchError,
+    NonFiniteError,
+)
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
@@ -23,6 +28,7 @@ __all__ = [
     "Armijo",
     "Merit",
     "Trial",
+    "backtrack",
     "check_trials",
     "rounding",
     "warn_of_ascent",
@@ -273,6 +279,26 @@ def distance(a: Tensor, b: Tensor, split: int) -> float:
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:
     return dot(a[:split], b[:split]) + dot(a[split:], b[split:])
+
+
+def backtrack(
+    trial: Callable[[float], Trial], curvature: float, max_trials: int
+) -> tuple[Trial, float, int]:
+    """Make trials, each with the curvature that the one before asks for, until one is accepted.
+
+    Returns:
+        The accepted trial, its curvature, and how many trials were made.
+    """
+    for count in range(1, max_trials + 1):
+        result = trial(curvature)
+        if result.accepted:
+            return result, curvature, count
+        last = curvature
+        curvature = result.retry
+    raise LineSearchError(
+        f"the line search made {max_trials} trials, up to L = {last:.3g}, and accepted "
+        f"none: {result}"
+    )
 
 
 def check_trials(failures: Sequence[BilevelError], trials: int) -> None:

@@ -931,7 +931,7 @@ class TestLevels:
     def test_a_parameter_in_both(self) -> None:
         shared = torch.zeros(1)
         with pytest.raises(ValueError, match=r"^`IVSP\(params\)`: a parameter is in both levels"):
-            IVSP(groups(shared, shared))
+            IVSP([{"params": [shared], "level": level} for level in ("upper", "lower")])
 
     def test_a_single_tensor_is_a_level(self) -> None:
         x, y = torch.zeros(1, requires_grad=True), torch.zeros(2, requires_grad=True)
