@@ -134,22 +134,20 @@ class AID(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="alpha",
-                schedules=("alpha", "beta"),
-                positive=("tolerance", "eta"),
-                nonnegative=("damping",),
-                whole=("T",) if N == 0 and linear_solver == "neumann" else ("T", "N"),
-                optional=("eta",),
-                choices={
-                    "linear_solver": get_args(LinearSolver),
-                    "products": get_args(Ways),
-                },
-            ),
+        checked = constants_of(
+            locals(),
+            lr="alpha",
+            schedules=("alpha", "beta"),
+            positive=("tolerance", "eta"),
+            nonnegative=("damping",),
+            whole=("T",) if N == 0 and linear_solver == "neumann" else ("T", "N"),
+            optional=("eta",),
+            choices={
+                "linear_solver": get_args(LinearSolver),
+                "products": get_args(Ways),
+            },
         )
+        super().__init__(params, *checked)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 

@@ -95,16 +95,14 @@ class BOME(BilevelOptimizer):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="xi",
-                positive=("xi", "alpha", "eta"),
-                whole=("T",),
-                choices={"barrier": get_args(Barrier)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="xi",
+            positive=("xi", "alpha", "eta"),
+            whole=("T",),
+            choices={"barrier": get_args(Barrier)},
         )
+        super().__init__(params, *checked)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor

@@ -86,10 +86,10 @@ class DARTS(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(locals(), lr="alpha", schedules=("alpha", "beta"), nonnegative=("xi",)),
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("alpha", "beta"), nonnegative=("xi",)
         )
+        super().__init__(params, *checked)
 
     @property
     def takes_differences(self) -> bool:

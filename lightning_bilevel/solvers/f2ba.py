@@ -155,17 +155,15 @@ class F2BA(BilevelOptimizer):
                 f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
                 "follows."
             )
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="eta",
-                positive=("eta", "tau", "sigma", "beta", "rho"),
-                whole=("K",),
-                optional=("rho",),
-                choices={"difference": get_args(Difference)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="eta",
+            positive=("eta", "tau", "sigma", "beta", "rho"),
+            whole=("K",),
+            optional=("rho",),
+            choices={"difference": get_args(Difference)},
         )
+        super().__init__(params, *checked)
 
     @property
     def samples_upper_at_z(self) -> bool:

@@ -103,15 +103,13 @@ class HJFBiO(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="gamma",
-                positive=("gamma", "lam", "tau", "r", "delta"),
-                optional=("delta",),
-            ),
+        checked = constants_of(
+            locals(),
+            lr="gamma",
+            positive=("gamma", "lam", "tau", "r", "delta"),
+            optional=("delta",),
         )
+        super().__init__(params, *checked)
         self.memory["on_sphere"] = False
 
     def advance(

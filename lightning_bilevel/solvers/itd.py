@@ -90,17 +90,15 @@ class ITD(BilevelOptimizer):
         upper_optimizer: OptimizerCallable | None = None,
         upper_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="alpha",
-                schedules=("alpha", "beta"),
-                whole=("T", "K"),
-                optional=("K",),
-                choices={"products": get_args(Ways)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="alpha",
+            schedules=("alpha", "beta"),
+            whole=("T", "K"),
+            optional=("K",),
+            choices={"products": get_args(Ways)},
         )
+        super().__init__(params, *checked)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor

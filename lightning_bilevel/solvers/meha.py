@@ -160,12 +160,10 @@ class MEHA(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(), lr="alpha", schedules=("alpha", "beta", "eta", "c"), positive=("gamma",)
-            ),
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("alpha", "beta", "eta", "c"), positive=("gamma",)
         )
+        super().__init__(params, *checked)
 
     def weights(self) -> Weights:
         k = self.memory["iteration"]

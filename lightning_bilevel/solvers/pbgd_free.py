@@ -103,10 +103,8 @@ class PBGDFree(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(locals(), lr="eta", positive=("eta", "alpha", "gamma"), whole=("K",)),
-        )
+        checked = constants_of(locals(), lr="eta", positive=("eta", "alpha", "gamma"), whole=("K",))
+        super().__init__(params, *checked)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants

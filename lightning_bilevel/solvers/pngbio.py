@@ -113,16 +113,14 @@ class PNGBiO(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="alpha",
-                schedules=("alpha", "beta", "eta", "c"),
-                positive=("gamma",),
-                choices={"norms": get_args(Norms)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="alpha",
+            schedules=("alpha", "beta", "eta", "c"),
+            positive=("gamma",),
+            choices={"norms": get_args(Norms)},
         )
+        super().__init__(params, *checked)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         k = self.memory["iteration"]

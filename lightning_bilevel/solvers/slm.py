@@ -108,17 +108,15 @@ class SLM(BilevelOptimizer):
                 f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the "
                 "multiplier."
             )
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="eta",
-                positive=("eta", "alpha", "gamma", "tau"),
-                nonnegative=("delta", "lambda0"),
-                whole=("T",),
-                choices={"dual": get_args(Dual)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="eta",
+            positive=("eta", "alpha", "gamma", "tau"),
+            nonnegative=("delta", "lambda0"),
+            whole=("T",),
+            choices={"dual": get_args(Dual)},
         )
+        super().__init__(params, *checked)
         self.memory["lambda"] = float(lambda0)
 
     def advance(

@@ -93,16 +93,14 @@ class SOBA(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="alpha",
-                schedules=("alpha", "beta"),
-                nonnegative=("damping",),
-                choices={"products": get_args(Ways)},
-            ),
+        checked = constants_of(
+            locals(),
+            lr="alpha",
+            schedules=("alpha", "beta"),
+            nonnegative=("damping",),
+            choices={"products": get_args(Ways)},
         )
+        super().__init__(params, *checked)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 

@@ -98,16 +98,10 @@ class VPBGD(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        super().__init__(
-            params,
-            *constants_of(
-                locals(),
-                lr="alpha",
-                schedules=("gamma",),
-                positive=("alpha", "beta"),
-                whole=("T",),
-            ),
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("gamma",), positive=("alpha", "beta"), whole=("T",)
         )
+        super().__init__(params, *checked)
 
     def weights(self) -> Weights:
         c = self.constants
