@@ -100,14 +100,14 @@ def reachable_envelope(
 
     The proximal point minimises :math:`\psi = g(x, \cdot) + \|\cdot - y\|^2/(2\rho)`. Where the
     curvature of g(x, .) is at most L in size, psi has curvatures from :math:`1/\rho - L` to
-    :math:`1/\rho + L`, and the number of gradient steps grows with the quotient of the two. It is 5/3
-    for
+    :math:`1/\rho + L`, and the number of gradient steps grows with the quotient of the two. It is
+    5/3 for
 
     .. math:: \rho = \frac{1}{4L}, \qquad \sigma = L,
 
     which is also what IVSP chooses for itself. L is a weak-convexity modulus of any g with such a
-    curvature, so nothing is assumed about convexity. With a smaller rho the same gap allows a longer
-    gradient of g. So delta falls along with it, and a feasible point has the same bound
+    curvature, so nothing is assumed about convexity. With a smaller rho the same gap allows a
+    longer gradient of g. So delta falls along with it, and a feasible point has the same bound
     :math:`\sqrt{2\delta/(\rho(1 - \rho\sigma))}` on how far z is from being stationary.
 
     Args:
