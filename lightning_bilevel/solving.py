@@ -275,7 +275,7 @@ class _Look:
         envelope = self.optimizer.envelope
         if kept is None or envelope is None:
             return None
-        multipliers = kept.multiplier, kept.constraint_multipliers
+        multipliers = kept.multiplier, None
         certificate = self._certify((kept.x, kept.y), envelope, multipliers, str(kept))
         return Proved(kept.x, kept.y, certificate, kept.iteration)
 

@@ -215,6 +215,7 @@ class BilevelProblem:
         inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
         inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
+        inner.inner_upper_terms = [term.in_units(upper, lower) for term in self.inner_upper_terms]
         if self.constraints is not None:
             inner.constraints = self.constraints.in_units(upper, lower)
         inner.upper_set = Scaled(self.upper_set, upper)

@@ -140,7 +140,7 @@ class CertifiedPoints(DeclaredLevels):
             # Its bounds are those of the solver's own relaxation.
             name = str(kept) if envelope == run.solver.envelope else kept.name
             point = (kept.x, kept.y)
-            multipliers: Multipliers = kept.multiplier, kept.constraint_multipliers
+            multipliers: Multipliers = kept.multiplier, None
             step = None
         else:
             name = run.point_name(declared.norms())

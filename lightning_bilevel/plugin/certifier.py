@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate, certify
+from lightning_bilevel.core.curvature import reachable_envelope
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
-from lightning_bilevel.core.reachable import reachable_envelope
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 

@@ -27,7 +27,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (SOLVER + "rhoo", 1.0, 2, "Option 'rhoo' is not accepted"),
     (SOLVER + "rho", "high", 2, 'Parser key "rho"'),
     (SOLVER + "rho", 2.0, 1, "`rho=2.0` must be smaller than 1/sigma = 1"),
-    (SOLVER + "rho", -1.0, 1, "`rho=-1.0` must be positive and finite"),
+    (SOLVER + "rho", -1.0, 1, "`IVSP(rho=-1.0)` must be positive and finite"),
     (SOLVER + "block", 1.5, 2, 'Parser key "block"'),
     (SOLVER + "smoothing", "round", 2, 'Parser key "smoothing"'),
     (MODEL + "solver.class_path", "IVPS", 2, "IVPS"),

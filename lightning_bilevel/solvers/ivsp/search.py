@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
+from lightning_bilevel.core.errors import (
+    BilevelError,
+    InnerLoopError,
+    LineSearchError,
+    NonFiniteError,
+)
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.core.vectors import dot, squared_distance
+from lightning_bilevel.core.vectors import dot, norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.linesearch import allowance
 from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
 
-__all__ = ["Armijo", "Merit", "Trial", "rounding"]
+__all__ = [
+    "Armijo",
+    "Merit",
+    "Trial",
+    "backtrack",
+    "check_trials",
+    "rounding",
+    "warn_of_ascent",
+    "warn_of_stall",
+]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 _MAX_FAILURES = 5
@@ -264,3 +279,76 @@ def distance(a: Tensor, b: Tensor, split: int) -> float:
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:
     return dot(a[:split], b[:split]) + dot(a[split:], b[split:])
+
+
+def backtrack(
+    trial: Callable[[float], Trial], curvature: float, max_trials: int
+) -> tuple[Trial, float, int]:
+    """Make trials, each with the curvature that the one before asks for, until one is accepted.
+
+    Returns:
+        The accepted trial, its curvature, and how many trials were made.
+    """
+    for count in range(1, max_trials + 1):
+        result = trial(curvature)
+        if result.accepted:
+            return result, curvature, count
+        last = curvature
+        curvature = result.retry
+    raise LineSearchError(
+        f"the line search made {max_trials} trials, up to L = {last:.3g}, and accepted "
+        f"none: {result}"
+    )
+
+
+def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
+    """Raise the last failure if none of the trials could be evaluated.
+
+    It says more than that the trials were rejected.
+    """
+    if failures and len(failures) >= trials:
+        last = failures[-1]
+        raise type(last)(
+            f"in each of {trials} trials of the line search, in the last: {last}"
+        ) from last
+
+
+def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bound: float) -> None:
+    """Warn of a step with a fixed L that fails the test of the line search.
+
+    Args:
+        fixed_L: The L.
+        safe: What L_safe is at least.
+        iteration: The number of the iteration.
+        merit: The merit of the new point.
+        bound: What the test asks it to be at most.
+    """
+    warnings.warn(
+        f"`IVSP(fixed_L={fixed_L!r})` is too small: in outer iteration {iteration} the merit "
+        f"became {merit:.9g}, where a line search asks for at most {bound:.9g}. Descent is proved "
+        f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
+        "out for the line search.",
+        stacklevel=4,
+    )
+
+
+def warn_of_stall(
+    iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet
+) -> bool:
+    """Warn of a step of length zero at a point that is not stationary.
+
+    Returns:
+        Whether it warned.
+    """
+    measure = norm(feasible.project(w - direction) - w)
+    stalled = measure > math.sqrt(torch.finfo(w.dtype).eps) * (1 + norm(w))
+    if stalled:
+        warnings.warn(
+            f"IVSP does not move any more: in outer iteration {iteration} the line search accepted "
+            f"a step of length 0 after {trials} trials, where the gradient mapping is "
+            f"{measure:.3g}. The merit is {merit:.3g}, of which {w.dtype} resolves "
+            f"{torch.finfo(w.dtype).eps * abs(merit):.1g}: scale f and g down, use float64, or "
+            "make mu0 larger.",
+            stacklevel=4,
+        )
+    return stalled

@@ -16,7 +16,6 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.lumei.saddle import Saddle, solve_saddle
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.steps import plain
@@ -118,8 +117,8 @@ class LuMei(BilevelOptimizer):
         if "z" not in self.memory:
             steps = math.ceil(c["D"] * math.sqrt(2 * c["L_g"] / eps))
             y = _accelerated(problem.at(x), y, 1 / c["L_g"], steps, problem.lower_set)
-        z = remembered(self, "z", y)
-        z_first = remembered(self, "z_first", y)
+        z = self.memory.get("z", y)
+        z_first = self.memory.get("z_first", y)
         proximal = _Proximal(problem, torch.cat([x, y]), z_first, x.numel(), eps, L_h, s_z)
         saddle = Saddle(
             proximal.F, proximal.project, x.numel() + y.numel(), L_h, s_z, 3 * L_h + s_z

@@ -209,7 +209,7 @@ def test_a_resumed_run_is_the_same(given: dict[str, Any]) -> None:
     assert after.constraint_multipliers is not None
     assert optimizer.proved is not None
     assert after.proved is not None
-    assert after.proved.constraint_multipliers == optimizer.proved.constraint_multipliers
+    assert after.proved.multiplier == optimizer.proved.multiplier
 
 
 def test_units_do_not_change_the_solution_nor_the_multipliers() -> None:
