@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.batches import check_batch, check_not_ended
 from lightning_bilevel.plugin.declaration import Declaration
@@ -30,10 +31,6 @@ __all__ = ["Stream", "check_yielded", "has_changing_batches"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
-_CARRY = (
-    "Carry the number of each sample in the batch, as in `TensorDataset(inputs, labels, "
-    "torch.arange(n))`."
-)
 
 
 def check_yielded(call: str, trainer: Any, batches: float) -> None:
@@ -266,34 +263,14 @@ class Stream:
         indices_of = self._module.upper_indices
         if indices_of is None:
             return None
-        call = f"{type(self._module).__name__}.upper_indices"
-        try:
-            indices = indices_of(batch)
-        except (IndexError, KeyError, AttributeError) as error:
-            raise MisconfigurationException(
-                f"`{call}(batch)` does not find the numbers of the samples in the batch "
-                f"({type(error).__name__}: {error}): {_CARRY}"
-            ) from error
-        count = sum(p.numel() for p in self._declared.upper.parameters)
-        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
-            kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-            raise MisconfigurationException(
-                f"`{call}(batch)` returned {kind}: it must return the numbers of the upper-level "
-                f"variables that the batch touches, as a tensor of whole numbers. {_CARRY}"
-            )
-        indices = indices.reshape(-1).long()
-        if indices.numel():
-            low, high = torch.stack(torch.aminmax(indices)).tolist()
-            if low < 0 or high >= count:
-                raise MisconfigurationException(
-                    f"`{call}(batch)` returned numbers from {low} to {high}: the upper level has "
-                    f"{count} variables, numbered from 0."
-                )
+        chunks = as_chunks(batch).batches
+        indices = torch.cat([indices_of(chunk).reshape(-1) for chunk in chunks]).long()
         touched: Tensor
         if self._trainer.world_size == 1:
             touched = torch.unique(indices)
             return touched
         # All processes move the same coordinates: those that any of them touches.
+        count = sum(p.numel() for p in self._declared.upper.parameters)
         mask = torch.zeros(count, dtype=torch.uint8, device=indices.device)
         mask[indices] = 1
         torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)

@@ -29,6 +29,7 @@ from lightning_bilevel import (
     SOBA,
     BilevelError,
     CertificateReport,
+    Chunks,
     ConvergencePlot,
     Envelope,
     FullBatchDataModule,
@@ -128,16 +129,18 @@ class TestTrainer:
         words = r"accumulate_grad_batches=2.*let the loader yield the larger batch, as `Chunks`"
         refused(tmp_path, words, Streamed(), accumulate_grad_batches=2)
 
-    def test_chunks_are_the_larger_batch(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", [list, Chunks])
+    @pytest.mark.parametrize("made", [Streamed, Touching])
+    def test_chunks_are_the_larger_batch(self, tmp_path: Path, made: Any, kind: Any) -> None:
         """The way out that the sentence names: a list of chunks is one batch."""
         whole = {"upper": samples(20, 1), "lower": samples(30, 2)}
         parts = {
-            level: [tuple(t[a:b] for t in batch) for a, b in ((0, 8), (8, len(batch[0])))]
+            level: kind([tuple(t[a:b] for t in batch) for a, b in ((0, 8), (8, len(batch[0])))])
             for level, batch in whole.items()
         }
         ends = []
         for batch in (whole, parts):
-            module = Streamed(norm=False, dropout=0.0)
+            module = made(norm=False, dropout=0.0)
             data = DataLoader([batch, batch], batch_size=None)  # type: ignore[arg-type, list-item]
             fitted(tmp_path, module, data, precision="64-true")
             ends.append(module)
@@ -196,38 +199,6 @@ class TestIndices:
 
         words = r"lower_loss` fails on the first mini-batch .*belongs to a sample by its number"
         refused(tmp_path, words, Unnumbered())
-
-    def test_a_batch_that_does_not_carry_them(self, tmp_path: Path) -> None:
-        class Unnumbered(Streamed):
-            def upper_indices(self, batch: Any) -> Any:  # type: ignore[override]
-                return None
-
-        words = r"upper_indices\(batch\)` returned NoneType.*TensorDataset\(inputs, labels"
-        refused(tmp_path, words, Unnumbered())
-
-    def test_a_batch_in_which_they_are_not_found(self, tmp_path: Path) -> None:
-        class Elsewhere(Touching):
-            def upper_indices(self, batch: Any) -> Tensor:
-                return batch["index"] if isinstance(batch, dict) else batch[3]
-
-        words = r"does not find the numbers .*IndexError.*TensorDataset\(inputs, labels"
-        refused(tmp_path, words, Elsewhere())
-
-    def test_numbers_that_are_no_whole_ones(self, tmp_path: Path) -> None:
-        class Floats(Touching):
-            def upper_indices(self, batch: Any) -> Tensor:
-                return super().upper_indices(batch).float()
-
-        refused(tmp_path, "returned torch.float32: it must return the numbers", Floats())
-
-    @pytest.mark.parametrize(("shift", "words"), [(5, "from .* to 34"), (-1, "from -1 to")])
-    def test_numbers_out_of_range(self, tmp_path: Path, shift: int, words: str) -> None:
-        class Shifted(Touching):
-            def upper_indices(self, batch: Any) -> Tensor:
-                return super().upper_indices(batch) + shift
-
-        data = loaders(lower=30)
-        refused(tmp_path, f"{words}.*the upper level has 30 variables", Shifted(), data)
 
     def test_an_index_error_of_the_loss(self, tmp_path: Path) -> None:
         refused(tmp_path, "IndexError.*carried in the batch", Streamed(count=7))
