@@ -17,11 +17,7 @@ from lightning_bilevel.plugin.checkpoints import (
     LastPoint,
 )
 from lightning_bilevel.plugin.declared import DeclaredLevels
-from lightning_bilevel.plugin.polish import polished
-from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.proved import ProvedPoint
-from lightning_bilevel.solving import Solution
 
 __all__ = ["CertifiedPoints"]
 
@@ -156,48 +152,6 @@ class CertifiedPoints(DeclaredLevels):
         )
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(question, point, declared, step)
-
-    def polish(
-        self,
-        max_steps: int = 20,
-        solver: SolverCallable = IVSP,
-        *,
-        batches: int = 1000,
-        envelope: Envelope | None = None,
-        tolerance: float | None = None,
-        epsilon: float | None = None,
-    ) -> Solution:
-        """Make exact iterations on all data, from the point of a run on mini-batches.
-
-        f and g are those of the certificate: all data that the training loaders yield, in chunks
-        and in eval mode. So running statistics are constants, and there is no dropout. The module
-        keeps its point; ``module.restore((s.x, s.y), s.certificate.multiplier)`` makes a solution s
-        its result. Each iteration of IVSP takes some passes over all data.
-
-        Args:
-            max_steps: The number of outer iterations.
-            solver: Makes the solver, which starts anew: IVSP chooses its constants at this point.
-            batches: The most batches of a level. More data are a sample, and the certificate says
-                so.
-            envelope: The Moreau envelope of the certificate; None is that of the solver.
-            tolerance: The accuracy of the certificate's proximal point; None is 1e-3.
-            epsilon: End the iterations when all three KKT residuals are at most that.
-
-        Returns:
-            The last iterate with its certificate, and the point of the theorem with its own.
-        """
-        return polished(
-            type(self).__name__,
-            self._run.stream,
-            self._declared(),
-            self.point,
-            solver,
-            max_steps,
-            batches=batches,
-            envelope=envelope,
-            tolerance=tolerance,
-            epsilon=epsilon,
-        )
 
     def may_evaluate(self, share: float) -> bool:
         """Tell whether certificates took at most a share of the optimisation time so far.
