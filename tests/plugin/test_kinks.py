@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex, Verdict
 from lightning_bilevel.modules.networks import Conv4
+from lightning_bilevel.plugin.declaration import kinks_of
 from lightning_bilevel.plugin.functional import Declared
-from lightning_bilevel.plugin.kinks import kinks_of
 
 
 class Calls(nn.Module):
