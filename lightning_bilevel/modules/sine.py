@@ -53,6 +53,8 @@ class SineProblem(BilevelModule):
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
+        if n < 1:
+            raise ValueError(f"`SineProblem(n={n})` must be at least 1.")
         self.a = a
         # Stored in float64 and cast on use, because a float32 module may later run in float64.
         self.shift = torch.tensor(c, dtype=torch.float64)

@@ -50,7 +50,7 @@ class WholeFileIO(TorchCheckpointIO):
         try:
             # torch's own default is True only since 2.6.
             return super().load_checkpoint(path, map_location, weights_only is not False)
-        except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+        except (FileNotFoundError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             raise MisconfigurationException(
                 f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: "
                 f"{error}"

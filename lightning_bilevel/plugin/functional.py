@@ -25,6 +25,10 @@ Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     """Return the parameters of each declared module or parameter, frozen ones included."""
     items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
+    for item in items:
+        if not isinstance(item, (nn.Module, nn.Parameter)):
+            kind = type(item).__name__
+            raise TypeError(f"a level takes modules and parameters, and was given a {kind}.")
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
 

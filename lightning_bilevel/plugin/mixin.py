@@ -173,8 +173,8 @@ class BilevelMixin(CertifiedPoints):
         check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
         check_trainer(module.trainer)
         declared.resolve()
-        solver = declared.new_solver()
         check_all_declared(module, declared)
+        solver = declared.new_solver()
         record, self._resumed = self._resumed, {}
         run = self._run = Run(solver, Certifier(_start_of(record)), resumed=record.get("stream"))
         if run.resumed is not None:
