@@ -6,7 +6,6 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -49,12 +48,16 @@ class WholeFileIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         try:
             # torch's own default is True only since 2.6.
-            return super().load_checkpoint(path, map_location, weights_only is not False)
-        except (FileNotFoundError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+            loaded = super().load_checkpoint(path, map_location, weights_only is not False)
+            if "pytorch-lightning_version" not in loaded:
+                raise ValueError("it is a file of torch, but not of `Trainer.save_checkpoint`")
+        except Exception as error:
+            # Bytes of another format are read as instructions, which fail with any error.
             raise MisconfigurationException(
                 f"`ckpt_path={str(path)!r}` is not a whole checkpoint of tensors and plain values: "
-                f"{error}"
+                f"{error!r}"
             ) from error
+        return loaded
 
 
 def record_of(solver: BilevelOptimizer) -> dict[str, Any]:
