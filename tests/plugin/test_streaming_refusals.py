@@ -147,6 +147,14 @@ class TestTrainer:
         for p, q in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
 
+    def test_a_monitor_looks_at_chunks(self, tmp_path: Path) -> None:
+        parts = {"upper": [samples(8, 1), samples(9, 3)], "lower": [samples(8, 2), samples(9, 4)]}
+        module = Streamed(norm=False, envelope=Envelope(rho=0.1, sigma=0.0, delta=0.1))
+        data = DataLoader([parts, parts], batch_size=None)  # type: ignore[arg-type, list-item]
+        fitted(tmp_path, module, data, callbacks=[MoreauGapMonitor()])
+        seen = module.certify(sample=True)
+        assert "(102 upper and 102 lower samples)" in seen.evaluated_on  # of six batches
+
 
 class Nothing(IterableDataset[Any]):
     def __iter__(self) -> Any:
