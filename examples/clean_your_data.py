@@ -20,7 +20,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import to_pil_image, to_tensor
 
 from lightning_bilevel import CertificateReport, CleaningData, DigitsCleaning, HyperCleaning
-from lightning_bilevel.modules.retraining import retrain
+from lightning_bilevel.modules.networks import retrain
 
 short = "--short" in sys.argv
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from lightning_bilevel import HyperCleaning, OptimizationBudget
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.data import CleaningData
-from lightning_bilevel.modules.retraining import retrain
+from lightning_bilevel.modules.networks import retrain
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from lightning_bilevel import (
     IVSPMixin,
     SolverCallable,
 )
-from lightning_bilevel.modules.retraining import retrain
+from lightning_bilevel.modules.networks import retrain
 
 RARE = 4
 COMMON = 120

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, max_pool2d
+from torch.nn.functional import batch_norm, cross_entropy, max_pool2d
 
 __all__ = [
     "MLP",
@@ -12,7 +14,9 @@ __all__ = [
     "SmallCNN",
     "TaskHeads",
     "adapt",
+    "fresh_copy",
     "nearest_centroid",
+    "retrain",
     "sigmoid_network",
 ]
 
@@ -58,14 +62,9 @@ class Conv4(nn.Module):
 
     def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
         super().__init__()
-        if channels < 1 or inputs < 1:
-            raise ValueError(
-                f"`Conv4(channels={channels}, inputs={inputs})`: both must be at least 1."
-            )
         if image_size < 16:
             raise ValueError(
-                f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing "
-                "is left of it."
+                f"`Conv4(image_size={image_size})` must be at least 16: four poolings halve it."
             )
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
@@ -147,11 +146,9 @@ def adapt(
     """
     weight = features.new_zeros(len(features), ways, features.shape[2])
     bias = features.new_zeros(len(features), ways)
-    truth = torch.nn.functional.one_hot(labels, ways).to(features)
     for _ in range(steps):
-        # The gradient of the mean cross-entropy in the logits is (softmax - truth)/N.
         logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = (logits.softmax(-1) - truth) / features.shape[1]
+        slope = _slope(logits, labels) / features.shape[1]
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
@@ -225,3 +222,41 @@ class SmallCNN(nn.Sequential):
         # 4x4 places, whatever the size of the image.
         pool = nn.AdaptiveAvgPool2d(4)
         super().__init__(*layers, pool, nn.Flatten(), nn.Linear(16 * inputs, classes))
+
+
+def fresh_copy(classifier: nn.Module) -> nn.Module:
+    """Return a copy whose layers are initialised again, all that have ``reset_parameters``."""
+    fresh = copy.deepcopy(classifier)
+    for layer in fresh.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return fresh
+
+
+def retrain(
+    classifier: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    steps: int = 300,
+    lr: float = 0.01,
+    weight_decay: float = 1e-4,
+) -> nn.Module:
+    """Train a copy of a classifier from scratch with full-batch Adam.
+
+    Args:
+        classifier: The classifier to copy; the parameters of the copy are initialised again.
+        images: The images to train on.
+        labels: Their labels.
+        steps: The number of Adam steps.
+        lr: The step size of Adam.
+        weight_decay: The weight decay of Adam.
+    """
+    fresh = fresh_copy(classifier)
+    optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(fresh(images), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return fresh

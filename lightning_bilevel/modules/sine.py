@@ -55,10 +55,6 @@ class SineProblem(BilevelModule):
         super().__init__()
         if n < 1:
             raise ValueError(f"`SineProblem(n={n})` must be at least 1.")
-        if isinstance(c, list) and len(c) != n:
-            raise ValueError(
-                f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number."
-            )
         self.a = a
         # Stored in float64 and cast on use, because a float32 module may later run in float64.
         self.shift = torch.tensor(c, dtype=torch.float64)

@@ -12,13 +12,9 @@ from torch import Tensor
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
-from lightning_bilevel.plugin.checks import (
-    check_own,
-    way_to_mini_batches,
-)
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.processes import shared_problem
@@ -92,11 +88,9 @@ class DeclaredLevels:
                 f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
             )
         call = f"{type(self).__name__}.declare"
-        levels = Level(call, "upper", upper, upper_set), Level(call, "lower", lower, lower_set)
-        for level in levels:
-            check_own(self._module(), level)
         self._declaration = Declaration(
-            *levels,
+            Level(call, "upper", upper, upper_set),
+            Level(call, "lower", lower, lower_set),
             (upper_unit, lower_unit),
             solver,
             envelope,
@@ -107,8 +101,7 @@ class DeclaredLevels:
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(self._declaration.new_solver())
-        self._resumed_start: Start | None = None
-        self._resumed_stream: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] = {}
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
@@ -117,14 +110,14 @@ class DeclaredLevels:
 
         With :attr:`upper_features`, their result is the second argument.
         """
-        raise NotImplementedError(self._missing_losses())
+        raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return g on the batch of the lower level.
 
         With :attr:`lower_features` or :attr:`lower_outputs`, their result is the second argument.
         """
-        raise NotImplementedError(self._missing_losses())
+        raise NotImplementedError(f"`{type(self).__name__}` must define `lower_loss(batch)`, g.")
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
@@ -168,12 +161,6 @@ class DeclaredLevels:
             )
         return declared
 
-    def _missing_losses(self) -> str:
-        return (
-            f"`{type(self).__name__}` must define `upper_loss(batch)`, the function f, and "
-            "`lower_loss(batch)`, the function g."
-        )
-
     def _problem_on(self, batch: Any) -> BatchProblem:
         return self._run.batches.problem_on(batch, self._make_problem)
 
@@ -186,23 +173,19 @@ class DeclaredLevels:
         module = self._module()
         point = declared.feasible_point() if before is None else None
         split = before is None or before.is_split
-        problem, part = self._shared(batch, point=point, split=split)
+        problem, part = shared_problem(
+            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
+        )
         if point is not None:
             try:
                 start = problem.check(*point)
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
+                way = type(run.solver).__name__
+                if not run.solver.takes_mini_batches:
+                    way = run.solver.for_mini_batches
+                raise type(error)(f"{error} Or use `{way}` on mini-batches.") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)
-
-    def _shared(
-        self, batch: Any, *, split: bool, point: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[BilevelProblem, Any]:
-        """Return f and g on a batch, shared by all processes, and the part of this process."""
-        module = self._module()
-        return shared_problem(
-            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
-        )

@@ -27,10 +27,8 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise TypeError(
-                f"a level was declared with a {type(item).__name__}: it takes modules and "
-                "parameters."
-            )
+            kind = type(item).__name__
+            raise TypeError(f"a level takes modules and parameters, and was given a {kind}.")
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
 
@@ -223,13 +221,7 @@ def problem_of(
         def flat(features: Any, y: Tensor) -> Tensor:
             with torch.no_grad():
                 gradients = call(method, part, features, y=y)
-            vector = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
-            if vector.shape != y.shape:
-                raise ValueError(
-                    f"`{type(functions.module).__name__}.{method}()` returned {vector.numel()} "
-                    f"numbers: the lower level has {y.numel()} trainable ones."
-                )
-            return vector
+            return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
 
         return flat
 

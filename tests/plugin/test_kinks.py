@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex, Verdict
 from lightning_bilevel.modules.networks import Conv4
+from lightning_bilevel.plugin.declaration import kinks_of
 from lightning_bilevel.plugin.functional import Declared
-from lightning_bilevel.plugin.kinks import kinks_of
 
 
 class Calls(nn.Module):
@@ -126,12 +126,3 @@ def test_the_certificate_names_them() -> None:
 )
 def test_a_qualification_may_be_declared_in_several_ways(qualification: Any, words: str) -> None:
     assert theorem(Fit(nn.Sigmoid(), qualification=qualification))[0] == words
-
-
-def test_no_other_thing_is_a_qualification() -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"^`Fit.declare\(qualification=5\)` must be a condition such as "
-        r"`StrictlyConvex\(\)`, a `Verdict`, words, or a function of the envelope\.$",
-    ):
-        Fit(nn.Sigmoid(), qualification=5)
