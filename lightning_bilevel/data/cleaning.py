@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, default_convert
 
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.annotators import annotated_labels
@@ -25,7 +25,6 @@ from lightning_bilevel.data.samples import (
     length,
     read_dataset,
 )
-from lightning_bilevel.data.tables import TensorTable, as_it_is
 
 __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
@@ -46,6 +45,17 @@ class Parts(Repeated):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batch)
+
+
+class _Table(TensorDataset):
+    """Tensors whose batches are cut out in one piece.
+
+    To stack single samples takes longer than a step of a small network.
+    """
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        chosen = torch.as_tensor(indices)
+        return tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
 
 
 class CleaningData(FullBatchDataModule):
@@ -238,10 +248,10 @@ class CleaningData(FullBatchDataModule):
         sizes = {"upper": self.upper_batch_size or self.batch_size, "lower": self.batch_size}
         return {
             level: DataLoader(
-                TensorTable(*self._whole(getattr(self, level))),
+                _Table(*self._whole(getattr(self, level))),
                 batch_size=size,
                 shuffle=True,
-                collate_fn=as_it_is,
+                collate_fn=default_convert,
             )
             for level, size in sizes.items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
-from lightning_bilevel.modules.retraining import fresh_copy
 from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
@@ -143,7 +143,13 @@ class HyperCleaning(BilevelModule):
 
     def fresh_classifier(self) -> nn.Module:
         """Return a classifier with the same layers, initialised again."""
-        return self._draw() if self.inputs is not None else fresh_copy(self.classifier)
+        if self.inputs is not None:
+            return self._draw()
+        fresh = copy.deepcopy(self.classifier)
+        for layer in fresh.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+        return fresh
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of the classes."""

@@ -9,7 +9,6 @@ from torch.nn.functional import batch_norm, max_pool2d
 __all__ = [
     "MLP",
     "Conv4",
-    "SmallCNN",
     "TaskHeads",
     "adapt",
     "nearest_centroid",
@@ -201,27 +200,3 @@ class MLP(nn.Sequential):
         super().__init__(
             nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
         )
-
-
-class SmallCNN(nn.Sequential):
-    """Three convolutions of stride 2 with batch normalisation, and a linear layer.
-
-    Args:
-        channels: Channels of an image.
-        classes: The number of classes.
-        width: Channels of the first convolution; each next one has twice as many.
-    """
-
-    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
-        layers: list[nn.Module] = []
-        inputs = channels
-        for outputs in (width, 2 * width, 4 * width):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(),
-            ]
-            inputs = outputs
-        # 4x4 places, whatever the size of the image.
-        pool = nn.AdaptiveAvgPool2d(4)
-        super().__init__(*layers, pool, nn.Flatten(), nn.Linear(16 * inputs, classes))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import F2SA, CleaningData, HyperCleaning, TableRMS
-from lightning_bilevel.data.tables import TensorTable, as_it_is
 
 
 def data(**options: Any) -> CleaningData:
@@ -50,15 +49,6 @@ def test_the_upper_level_may_have_a_size_of_its_own() -> None:
     loaders = data(upper_batch_size=2).train_dataloader()
     assert [len(labels) for _, labels in loaders["upper"]] == [2, 2, 2, 2, 1]
     assert len(next(iter(loaders["lower"]))[1]) == 5
-
-
-def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
-    tensors = torch.rand(7, 2), torch.arange(7)
-    ours = DataLoader(TensorTable(*tensors), 3, collate_fn=as_it_is)
-    theirs = DataLoader(TensorDataset(*tensors), 3)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-    assert torch.equal(TensorTable(*tensors)[4][1], torch.tensor(4))
 
 
 @pytest.mark.parametrize(
