@@ -119,7 +119,7 @@ def train(x: Tensor, y: Tensor, mix: Tensor) -> nn.Module:
         p = model(x[chosen]).softmax(1) @ mix
         nn.functional.nll_loss(p.clamp(min=1e-8).log(), y[chosen]).backward()
         optimizer.step()
-    return model.requires_grad_(False)
+    return model.requires_grad_(False).eval()
 
 
 def learn_weights(x: Tensor, y: Tensor, u: Tensor, v: Tensor) -> Tensor:

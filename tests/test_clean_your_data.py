@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,15 @@ from examples import clean_your_data
 from examples.clean_your_data import main
 
 COLOURS = {"red": (200, 40, 40), "blue": (40, 40, 200)}
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """The example makes Lightning quiet, for itself only."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def suspects() -> list[dict[str, str]]:
