@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import importlib
 import runpy
 import sys
@@ -22,7 +21,6 @@ from places import ROOT
 EXAMPLES = ROOT / "examples"
 NAMES = [
     "sine",
-    "clean_your_data",
     "few_shot_glyphs",
     "regularisation",
     "imbalance",
@@ -35,7 +33,7 @@ NAMES = [
     "walkthrough",
 ]
 # Those that are notebooks, too; docs/make_notebooks.py runs them.
-NOTEBOOKS = ["walkthrough", "clean_your_data", "regularisation", "mixture"]
+NOTEBOOKS = ["walkthrough", "regularisation", "mixture"]
 
 
 def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -98,17 +96,6 @@ def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the solution, up to what the relaxation gives away
     assert x == pytest.approx(2.356, abs=0.1)
     assert y == pytest.approx(4.356, abs=0.1)
-
-
-@pytest.mark.integration
-def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = run_cells("clean_your_data", tmp_path, monkeypatch).errors
-    assert errors["kept samples and validation set"] < min(
-        errors["all noisy labels"], errors["the clean validation set alone"] + 0.005
-    )
-    with (tmp_path / "suspicious.csv").open() as file:
-        worst = list(csv.DictReader(file))[:100]
-    assert sum(row["given_label"] != row["predicted_label"] for row in worst) > 95
 
 
 @pytest.mark.integration

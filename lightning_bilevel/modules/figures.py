@@ -21,7 +21,6 @@ def draw_samples(
     given: Sequence[object],
     predicted: Sequence[object],
     title: str,
-    cmap: str = "gray_r",
 ) -> Any:
     """Draw images, each with its given and its predicted label above it.
 
@@ -30,7 +29,6 @@ def draw_samples(
         given: Their labels in the data.
         predicted: Their predicted labels.
         title: The title of the figure.
-        cmap: The colours of a grey image; by default dark on white, as digits are written.
     """
     from matplotlib.figure import Figure
 
@@ -49,7 +47,7 @@ def draw_samples(
         pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
         half, long = (side / max(pixels.shape[:2]) for side in (pixels.shape[1] / 2, len(pixels)))
         place = (middle - half, middle + half, top + 0.25 + long, top + 0.25)
-        axis.imshow(pixels.numpy(), cmap=cmap, extent=place)
+        axis.imshow(pixels.numpy(), cmap="gray_r", extent=place)
     axis.set(xlim=(0.0, width), ylim=(height, 0.0))
     figure.suptitle(title, fontsize=10, y=1 - 0.08 / height)
     return figure

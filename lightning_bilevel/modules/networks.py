@@ -6,17 +6,15 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, cross_entropy, max_pool2d
+from torch.nn.functional import batch_norm, max_pool2d
 
 __all__ = [
     "MLP",
     "Conv4",
-    "SmallCNN",
     "TaskHeads",
     "adapt",
     "fresh_copy",
     "nearest_centroid",
-    "retrain",
     "sigmoid_network",
 ]
 
@@ -200,30 +198,6 @@ class MLP(nn.Sequential):
         )
 
 
-class SmallCNN(nn.Sequential):
-    """Three convolutions of stride 2 with batch normalisation, and a linear layer.
-
-    Args:
-        channels: Channels of an image.
-        classes: The number of classes.
-        width: Channels of the first convolution; each next one has twice as many.
-    """
-
-    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
-        layers: list[nn.Module] = []
-        inputs = channels
-        for outputs in (width, 2 * width, 4 * width):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(),
-            ]
-            inputs = outputs
-        # 4x4 places, whatever the size of the image.
-        pool = nn.AdaptiveAvgPool2d(4)
-        super().__init__(*layers, pool, nn.Flatten(), nn.Linear(16 * inputs, classes))
-
-
 def fresh_copy(classifier: nn.Module) -> nn.Module:
     """Return a copy whose layers are initialised again, all that have ``reset_parameters``."""
     fresh = copy.deepcopy(classifier)
@@ -231,32 +205,4 @@ def fresh_copy(classifier: nn.Module) -> nn.Module:
         reset = getattr(layer, "reset_parameters", None)
         if callable(reset):
             reset()
-    return fresh
-
-
-def retrain(
-    classifier: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    steps: int = 300,
-    lr: float = 0.01,
-    weight_decay: float = 1e-4,
-) -> nn.Module:
-    """Train a copy of a classifier from scratch with full-batch Adam.
-
-    Args:
-        classifier: The classifier to copy; the parameters of the copy are initialised again.
-        images: The images to train on.
-        labels: Their labels.
-        steps: The number of Adam steps.
-        lr: The step size of Adam.
-        weight_decay: The weight decay of Adam.
-    """
-    fresh = fresh_copy(classifier)
-    optimizer = torch.optim.Adam(fresh.parameters(), lr=lr, weight_decay=weight_decay)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        cross_entropy(fresh(images), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
     return fresh
