@@ -27,6 +27,18 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from benchmarks.baselines.cleaning import (
+    Found,
+    TrustedSamples,
+    all_samples,
+    cross_validation,
+    error,
+    oracle,
+    rated_labels,
+    rated_sources,
+    self_training,
+    trusted_alone,
+)
 from lightning_bilevel import (
     F2SA,
     CleaningData,
@@ -38,18 +50,6 @@ from lightning_bilevel import (
     SourceWeights,
     StreamingIVSP,
     TableRMS,
-)
-from lightning_bilevel.baselines.trusted import (
-    Found,
-    TrustedSamples,
-    all_samples,
-    cross_validation,
-    error,
-    oracle,
-    rated_labels,
-    rated_sources,
-    self_training,
-    trusted_alone,
 )
 from lightning_bilevel.data.annotators import ANNOTATORS
 from lightning_bilevel.modules.detection import detection

@@ -11,7 +11,7 @@ from argparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bilevel.cli import catalogue, clean, compare
+from lightning_bilevel.cli import catalogue, compare
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.messages import own_error, parsing_error
 from lightning_bilevel.version import __version__
@@ -30,7 +30,6 @@ Commands:
   tasks      list the ready configs with the data and the time that they need
   fit        solve a problem: --config FILE, or the name of a ready config
   compare    run several methods on one task for the same time each
-  clean      find wrong labels in your own data, by a few trusted samples
   certify    print the certificate of a checkpoint
   probe      print the constants that IVSP would choose for a config, and why
   validate, test, predict    as with any LightningCLI
@@ -69,8 +68,6 @@ def main(args: list[str] | None = None) -> None:
             catalogue.main(given[1:])
         elif given[:1] == ["compare"]:
             compare.main(given[1:])
-        elif given[:1] == ["clean"]:
-            clean.main(given[1:])
         else:
             BilevelCLI(args)
     except SIGTERMException:

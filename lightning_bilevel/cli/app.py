@@ -23,7 +23,6 @@ from typing_extensions import override
 # Imported so that YAML can use the short names of its classes.
 import lightning_bilevel.modules as _modules  # noqa: F401
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.convergence_plot import ConvergencePlot
 from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
 from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
@@ -197,7 +196,7 @@ class BilevelCLI(LightningCLI):
             return [callback for callback in configured if isinstance(callback, CertificateReport)]
         if self._budget is not None:
             named = [*named, OptimizationBudget(self._budget)]
-        monitors = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), ConvergencePlot(), *configured]
+        monitors = [PenaltyMonitor(), KKTMonitor(), SolverMonitor(), *configured]
         skipped = {type(None), *map(type, named)}
         return [*named, *(callback for callback in monitors if type(callback) not in skipped)]
 

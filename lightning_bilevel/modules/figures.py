@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.data.episodes import Episodes
-from lightning_bilevel.report.figures import PALETTE
+from lightning_bilevel.plotting import PALETTE
 
 __all__ = ["draw_episode", "draw_samples"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_bilevel.report.figures import PALETTE
+from lightning_bilevel.plotting import PALETTE
 
 __all__ = ["draw_bars", "draw_curve", "draw_histogram"]
 
