@@ -37,7 +37,6 @@ def check(run: dict[str, Any], kills: int) -> None:
     assert run["left"] == [
         "certificate.json",
         "config.yaml",
-        "convergence.png",
         "last.ckpt",
         "log.txt",
         "run.yaml",

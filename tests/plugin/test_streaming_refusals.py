@@ -29,7 +29,6 @@ from lightning_bilevel import (
     SOBA,
     BilevelError,
     CertificateReport,
-    ConvergencePlot,
     Envelope,
     FullBatchDataModule,
     HJFBiO,
@@ -361,7 +360,6 @@ class TestMonitors:
         return [
             KKTMonitor(every_n_steps=2),
             MoreauGapMonitor(every_n_steps=2),
-            ConvergencePlot(),
             SolverMonitor(),
             CertificateReport(),
         ]
