@@ -160,11 +160,7 @@ def test_a_folder_imports_only_what_stands_above_it(module: str) -> None:
 def test_mathematics_and_words_need_torch_and_the_standard_library_only(module: str) -> None:
     foreign = {name for name in imported(module) if not name.startswith("lightning_bilevel")}
     allowed = {"torch", *sys.stdlib_module_names}
-    # A figure says what a run did as a table does. What draws it is imported by the function that
-    # draws.
-    drawing = {"matplotlib", "numpy"} if module.split(".")[1] == "report" else set()
-    assert {name.split(".")[0] for name in foreign} <= allowed | drawing
-    assert {name.split(".")[0] for name in imported(module, at_top=True)}.isdisjoint(drawing)
+    assert {name.split(".")[0] for name in foreign} <= allowed
 
 
 def test_no_cycles() -> None:
