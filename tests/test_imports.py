@@ -110,10 +110,10 @@ PUBLIC = [
 
 
 @cache
-def imported(module: str, at_top: bool = False) -> set[str]:
-    """The full names of the modules that a module imports: anywhere, or outside functions only."""
+def imported(module: str) -> set[str]:
+    """The full names of the modules that a module imports, anywhere."""
     tree, found = ast.parse(MODULES[module].read_text()), set()
-    for node in tree.body if at_top else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

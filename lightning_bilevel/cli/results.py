@@ -52,7 +52,7 @@ def write_results(out: Path, results: Sequence[MethodResult], title: str) -> Non
     if metrics:
         import matplotlib as mpl
 
-        style = {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+        style: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
         with mpl.rc_context({"font.size": 10, **style}):
             figure = draw(results, metrics, title)
             for suffix in ("png", "svg"):
