@@ -300,13 +300,17 @@ def test_the_results_of_another_comparison_are_left_alone(
         ("1.5h", 5400.0),
         (3, 3.0),
         ("7", 7.0),
+        (1e-5, 1e-5),
     ],
 )
 def test_durations(duration: Any, value: float) -> None:
     assert seconds(duration) == value
 
 
-@pytest.mark.parametrize("duration", ["soon", "", "-1s", "0s", "10 parsecs", None])
+@pytest.mark.parametrize(
+    "duration",
+    ["soon", "", "0", -1, "1:2:3:4", "3 parsecs", "1e999s", "nan", None],
+)
 def test_what_is_no_duration(duration: Any) -> None:
     with pytest.raises(
         ValueError,
