@@ -31,4 +31,10 @@ def scale(axis: Any, values: Sequence[float]) -> None:
         axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
         axis.set_ylim(bottom=0.0)
     else:
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
         axis.set_yscale("log")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        if max(sizes) < 100 * min(sizes):  # too short for powers of ten alone
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -410,6 +410,12 @@ def test_files_have_every_method_and_mark_the_best(
     assert lines["a"].get_linestyle() != lines["e"].get_linestyle()
     assert lines["a"].get_zorder() > lines["MEHA"].get_zorder()
     assert loss.get_yscale() == "log"
+    short = draw(
+        [MethodResult("a", "IVSP", [row(i, i, 1, loss=0.04 * i) for i in range(1, 16)])],
+        ["loss"],
+        "",
+    ).axes[0]
+    assert {0.05, 0.1, 0.2, 0.5} <= {round(tick, 3) for tick in short.get_yticks()}
     assert loss.get_xlim()[0] == 0.0  # the start is in the picture
 
 
