@@ -28,6 +28,18 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.annotators import ANNOTATORS, annotated
+from benchmarks.baselines.cleaning import (
+    Found,
+    TrustedSamples,
+    all_samples,
+    cross_validation,
+    error,
+    oracle,
+    rated_labels,
+    rated_sources,
+    self_training,
+    trusted_alone,
+)
 from lightning_bilevel import (
     F2SA,
     CleaningData,
@@ -39,18 +51,6 @@ from lightning_bilevel import (
     SourceWeights,
     StreamingIVSP,
     TableRMS,
-)
-from lightning_bilevel.baselines.trusted import (
-    Found,
-    TrustedSamples,
-    all_samples,
-    cross_validation,
-    error,
-    oracle,
-    rated_labels,
-    rated_sources,
-    self_training,
-    trusted_alone,
 )
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP

@@ -1,12 +1,7 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
-from lightning_bilevel.baselines.cleaning import cleaning_baselines as cleaning_baselines
-from lightning_bilevel.baselines.cleaning_report import CleaningReport as CleaningReport
-from lightning_bilevel.baselines.fewshot import few_shot_baselines as few_shot_baselines
-from lightning_bilevel.baselines.row import Baseline as Baseline
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
-from lightning_bilevel.callbacks import ConvergencePlot as ConvergencePlot
 from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
 from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from benchmarks import __main__ as command
 from benchmarks import (
     accuracy,
-    baselines,
     boat,
     contenders,
     growing,
@@ -39,11 +38,13 @@ from benchmarks import (
     trusted,
     trusted_figure,
 )
+from benchmarks.baselines import table
+from benchmarks.baselines.cleaning import TrustedSamples
+from benchmarks.baselines.row import Baseline
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import doublings, exponent, in_turns, ratio
 from lightning_bilevel import (
     F2SA,
-    Baseline,
     BilevelError,
     DigitsCleaning,
     Envelope,
@@ -51,7 +52,6 @@ from lightning_bilevel import (
     StreamingIVSP,
     certify,
 )
-from lightning_bilevel.baselines.trusted import TrustedSamples
 
 TINY = tasks.Size(
     n=20,
@@ -161,8 +161,8 @@ def test_baselines_are_a_table_of_means_and_half_ranges(
         oracle = Baseline("oracle", {"test_error": 0.1}, 2.0)
         return [Baseline("simple", {"test_error": 0.1 * seed, "iteration": 10 + seed}, 1.0), oracle]
 
-    monkeypatch.setattr(baselines, "baselines", made)
-    baselines.main(["digits", "--seeds", "1", "2", "6", "--out", str(tmp_path)])
+    monkeypatch.setattr(table, "baselines", made)
+    command.main(["baselines", "digits", "--seeds", "1", "2", "6", "--out", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[:4] == [
         "| digits | test_error | iteration | seconds |",
         "| --- | --- | --- | --- |",
@@ -176,7 +176,7 @@ def test_baselines_are_a_table_of_means_and_half_ranges(
         "seconds": 1.0,
     }
     with pytest.raises(SystemExit):
-        baselines.main(["nothing"])
+        command.main(["baselines", "nothing"])
 
 
 def test_an_exponent_is_that_of_the_power_law() -> None:

@@ -1,7 +1,6 @@
 """Callbacks that watch a bilevel run."""
 
 from lightning_bilevel.callbacks.certificate_report import CertificateReport as CertificateReport
-from lightning_bilevel.callbacks.convergence_plot import ConvergencePlot as ConvergencePlot
 from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint as LastCheckpoint
 from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor as MoreauGapMonitor

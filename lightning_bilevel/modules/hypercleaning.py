@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_accuracy
@@ -22,7 +23,7 @@ from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import fresh_copy, sigmoid_network
-from lightning_bilevel.plugin.loggers import log_figure
+from lightning_bilevel.plugin.loggers import log_figure, run_folder
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
@@ -213,14 +214,20 @@ class HyperCleaning(BilevelModule):
                 self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
-        """Show the most suspicious samples in the loggers."""
+        """Show the most suspicious samples in the loggers, and in the folder of the run."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if len(getattr(data, "image_shape", None) or ()) == 3:
+            folder = run_folder(self.trainer)
 
             def draw() -> Any:
                 parts = as_chunks(data.lower).batches
                 images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-                return self.suspicious_figure(images, labels)
+                figure = self.suspicious_figure(images, labels)
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    figure.savefig(folder / "suspicious.png", dpi=120)
+                    rank_zero_info(f"The samples of lowest weight: {folder / 'suspicious.png'}")
+                return figure
 
             log_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -45,7 +44,6 @@ from lightning_bilevel import (
     BilevelError,
     Box,
     CertificateReport,
-    ConvergencePlot,
     Envelope,
     FullBatchDataModule,
     IVSPMixin,
@@ -167,7 +165,6 @@ class TestFlags:
             KKTMonitor(),
             SolverMonitor(),
             MoreauGapMonitor(),
-            ConvergencePlot(),
             CertificateReport(),
         ]
         loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
@@ -224,9 +221,8 @@ class TestAveragedWeights:
 
 @pytest.mark.integration
 def test_no_certificate_json_is_lost_without_a_logger(tmp_path: Path) -> None:
-    fitted(tmp_path, callbacks=[CertificateReport(), ConvergencePlot()])
+    fitted(tmp_path, callbacks=[CertificateReport()])
     assert (tmp_path / "certificate.json").is_file()
-    assert (tmp_path / "convergence.png").is_file()
 
 
 class TestMetrics:
@@ -732,11 +728,6 @@ def test_the_first_process_says_to_the_others_what_they_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every process makes the same collective calls: none is in code for the first process only."""
-    # Nobody looks at the picture.
-    monkeypatch.setattr(
-        "lightning_bilevel.callbacks.convergence_plot.draw",
-        lambda series: np.zeros((2, 2, 3), dtype=np.uint8),
-    )
 
     def conversation(rank: int) -> list[str]:
         monkeypatch.setattr(rank_zero_only, "rank", rank)
@@ -750,7 +741,6 @@ def test_the_first_process_says_to_the_others_what_they_wait_for(
         ]
         callbacks = [
             *monitors,
-            ConvergencePlot(every_n_minutes=1e-9),
             CertificateReport(),
             LastCheckpoint(folder, "1ms"),
         ]

@@ -30,7 +30,6 @@ from lightning_bilevel import (
     BilevelError,
     CertificateReport,
     Chunks,
-    ConvergencePlot,
     Envelope,
     FullBatchDataModule,
     HJFBiO,
@@ -293,7 +292,6 @@ class TestMonitors:
         return [
             KKTMonitor(every_n_steps=2),
             MoreauGapMonitor(every_n_steps=2),
-            ConvergencePlot(),
             SolverMonitor(),
             CertificateReport(),
         ]

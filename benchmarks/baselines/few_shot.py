@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel.baselines.row import Baseline
-from lightning_bilevel.data.episodes import EpisodeData, Episodes, TaskEpisodes
+from benchmarks.baselines.row import Baseline
+from lightning_bilevel.data.episodes import EpisodeData, Episodes
 from lightning_bilevel.modules.networks import Conv4, adapt
-
-__all__ = ["few_shot_baselines"]
 
 # Logits (E, N, ways) of the queries of episodes, by features (E, N, d) of an encoder.
 _Predict = Callable[[Callable[[Tensor], Tensor], Episodes], Tensor]
@@ -45,9 +43,8 @@ def few_shot_baselines(
 
     Networks are trained by Adam (step 1e-3) on four episodes at a time: *same episodes* are the
     training episodes of the data module, which is all that a full-batch bilevel method sees;
-    *fresh episodes* are drawn anew from the same training classes at each step. A
-    :class:`~lightning_bilevel.data.episodes.TaskEpisodes` has no classes to draw from, and thus no
-    such row. The network at the end is the one that counts; none is chosen by validation.
+    *fresh episodes* are drawn anew from the same training classes at each step. The network at the
+    end is the one that counts; none is chosen by validation.
 
     The rows have ``val_error`` and ``test_error``, the share of queries that are taken for another
     class.
@@ -60,7 +57,6 @@ def few_shot_baselines(
         seconds: How long each network is trained; None for a number of steps alone.
         steps: The largest number of steps; None for a time alone.
     """
-    _check(data, channels, seconds, steps)
     size = data.image_shape[-1]
     pixels = nn.Flatten(2)
     rows = [_row("nearest centroid, pixels", data, _nearest, pixels)]
@@ -71,9 +67,7 @@ def few_shot_baselines(
             return Conv4(channels, size, data.image_shape[0])
 
     rows.append(_row("nearest centroid, random Conv-4", data, _nearest, fresh_network()))
-    sources = {"same episodes": _same}
-    if not isinstance(data, TaskEpisodes):
-        sources["fresh episodes"] = _fresh
+    sources = {"same episodes": _same, "fresh episodes": _fresh}
     for name, predict in (("prototypical network", _nearest), ("ANIL", _adapted)):
         for source, episodes in sources.items():
             drawn = episodes(data, seed)
@@ -83,29 +77,6 @@ def few_shot_baselines(
             spent = time.perf_counter() - began
             rows.append(_row(f"{name}, {source}", data, predict, network, done, spent))
     return rows
-
-
-def _check(data: EpisodeData, channels: int, seconds: float | None, steps: int | None) -> None:
-    if not isinstance(data, EpisodeData):
-        raise TypeError(
-            f"`few_shot_baselines(data=...)` was given a {type(data).__name__}: it must be an "
-            "`EpisodeData`, such as `GlyphEpisodes()`."
-        )
-    if data.lower is None:
-        raise ValueError(
-            f"`few_shot_baselines` was given a {type(data).__name__} that has no episodes yet: "
-            "call its `prepare_data()` and `setup()` first."
-        )
-    if channels < 1:
-        raise ValueError(f"`few_shot_baselines(channels={channels})` must be at least 1.")
-    if seconds is None and steps is None:
-        raise ValueError(
-            "`few_shot_baselines(seconds=None, steps=None)` would train for ever: give one of them."
-        )
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"`few_shot_baselines(seconds={seconds})` must be positive, or None.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"`few_shot_baselines(steps={steps})` must be at least 1, or None.")
 
 
 def _row(

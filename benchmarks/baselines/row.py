@@ -1,15 +1,11 @@
-"""One row of a table of baselines."""
+"""A row of a table of baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-__all__ = ["Baseline"]
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """What a simple method came to.
 
     Attributes:
@@ -21,5 +17,5 @@ class Baseline:
     """
 
     name: str
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     seconds: float

@@ -5,7 +5,7 @@ Of cleaning, the seed decides the split, the wrong labels and the networks. Of f
 the classes and episodes are those of the config, and the seed decides the networks. Each network
 of few-shot learning is trained for so many seconds, with the channels of the config.
 
-Run: python -m benchmarks.baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--clean N]
+Run: python -m benchmarks baselines [TASK ...] [--seconds 60] [--seeds 0 1 2] [--clean N]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,8 +20,10 @@ from typing import Any
 import yaml
 
 import lightning_bilevel
+from benchmarks.baselines.cleaning import cleaning_baselines
+from benchmarks.baselines.few_shot import few_shot_baselines
+from benchmarks.baselines.row import Baseline
 from benchmarks.tasks import CONFIGS
-from lightning_bilevel.baselines import Baseline, cleaning_baselines, few_shot_baselines
 from lightning_bilevel.data import CleaningData
 
 TASKS = ("digits", "mnist", "fashion_mnist", "glyphs", "omniglot_cpu")
@@ -81,14 +82,16 @@ def run(
         table: dict[int, list[Baseline]] = {}
         for seed in seeds:
             table[seed] = baselines(task, seed, seconds, clean)
-            rows = {number: [asdict(row) for row in found] for number, found in table.items()}
+            rows = {number: [row._asdict() for row in found] for number, found in table.items()}
             (out / f"baselines-{name}.json").write_text(json.dumps(rows, indent=1))
         print(markdown(name, table), end="\n\n", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks baselines",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each few-shot network")
@@ -101,7 +104,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"no task is called {', '.join(sorted(unknown))}: there are {', '.join(TASKS)}"
         )
     run(given.tasks or TASKS, given.seeds, given.seconds, given.out, given.clean)
-
-
-if __name__ == "__main__":
-    main()
