@@ -11,7 +11,7 @@ FLOORS: list[set[str]] = [
     {"files", "table", "version"},
     {"core"},
     {"solvers"},
-    {"report"},
+    {"reading", "report"},
     {"solving"},
     {"plugin"},
     {"callbacks", "data", "modules"},
@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-TORCH_ONLY = {"core", "solvers", "report", "solving"}
+TORCH_ONLY = {"core", "solvers", "reading", "report", "solving"}
 PUBLIC = [
     "AID",
     "Adaptation",

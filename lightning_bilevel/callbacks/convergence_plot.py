@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitor import CertificateMonitor, is_underway
+from lightning_bilevel.callbacks.certificate_monitor import CertificateMonitor, is_underway
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.loggers import log_figure, run_folder
+from lightning_bilevel.plugin.loggers import run_folder
 from lightning_bilevel.report.figures import draw
 
 __all__ = ["ConvergencePlot"]
@@ -33,9 +33,8 @@ class ConvergencePlot(CertificateMonitor):
     Args:
         every_n_minutes: The minutes between two pictures.
         every_n_steps: Look at the certificate at every n-th outer iteration.
-        every_n_seconds: Look at it whenever this many seconds have passed.
         share: The time for looks at validation, as a share of the optimisation time, see
-            :class:`~lightning_bilevel.callbacks.monitor.CertificateMonitor`.
+            :class:`~lightning_bilevel.callbacks.certificate_monitor.CertificateMonitor`.
         tolerance: The accuracy of the proximal point; None is 1e-3, and 1e-6 in float64.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
 
@@ -47,12 +46,11 @@ class ConvergencePlot(CertificateMonitor):
         self,
         every_n_minutes: float = 5.0,
         every_n_steps: int | None = None,
-        every_n_seconds: float | None = None,
         share: float = 0.01,
         tolerance: float | None = None,
         envelope: Envelope | None = None,
     ) -> None:
-        super().__init__(every_n_steps, every_n_seconds, share, tolerance, envelope)
+        super().__init__(every_n_steps, share, tolerance, envelope)
         if not 0 < every_n_minutes < math.inf:
             raise ValueError(
                 f"`ConvergencePlot(every_n_minutes={every_n_minutes})` must be positive and finite."
@@ -145,4 +143,3 @@ class ConvergencePlot(CertificateMonitor):
             write_whole(path, lambda file: imsave(file, pixels, format="png"))
         except OSError as error:
             rank_zero_warn(f"{path} could not be written ({error}): the run goes on without it.")
-        log_figure(trainer, "convergence", lambda: pixels, iteration)

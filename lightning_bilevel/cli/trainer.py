@@ -17,7 +17,7 @@ from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.plugin.mixin import BilevelMixin
 from lightning_bilevel.plugin.streaming import has_changing_batches
 from lightning_bilevel.plugin.whole_data import gathered
-from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
 

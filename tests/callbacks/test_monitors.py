@@ -20,6 +20,7 @@ from helpers import Problem, exact_residuals
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_bilevel.callbacks.tensorboard import layout
 from modules import PAPER, Weighting, samples, weighting_data
 from records import Recorder, same
 from running import events, same_parameters
@@ -51,7 +52,6 @@ from lightning_bilevel import (
     SolverMonitor,
 )
 from lightning_bilevel.callbacks import convergence_plot
-from lightning_bilevel.callbacks.tensorboard import layout
 from lightning_bilevel.report.figures import draw
 from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 

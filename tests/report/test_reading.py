@@ -14,6 +14,8 @@ import torch
 from helpers import PROBLEMS, Problem, make_ivsp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_bilevel.report.reading import advice, reading
+from lightning_bilevel.report.tally import Tally
 from modules import MILD, PAPER, Weighting, weighting_data
 from running import trainer
 from torch import Tensor
@@ -39,8 +41,6 @@ from lightning_bilevel import (
     solve,
 )
 from lightning_bilevel.core.certificate import Certificate as KKT
-from lightning_bilevel.report.reading import advice, reading
-from lightning_bilevel.report.tally import Tally
 
 GOOD = Certificate(
     stationarity=1.7e-5,

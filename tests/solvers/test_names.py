@@ -7,10 +7,10 @@ import re
 from dataclasses import fields
 
 import pytest
+from lightning_bilevel.solvers.names import NAMES, tag_of
 from package import MODULES
 from places import ROOT
 
-from lightning_bilevel.solvers.names import NAMES, tag_of
 from lightning_bilevel.solvers.record import MultiplierInfo, PenaltyInfo, StepInfo
 
 TAGS = [name.tag for name in NAMES]
