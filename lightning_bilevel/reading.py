@@ -27,6 +27,11 @@ _LONG = 1e-2
 _SHORT = 1e-6
 # If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
+# What helps where rho is small.
+_SMOOTH = (
+    "smooth g, rescale its variables (`lower_unit`) or give `rho`, if the gradient of g jumps (an "
+    "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
+)
 
 
 @dataclass
@@ -129,7 +134,7 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
                 f"{c.lower_norm:.2g}. It seems to be unbounded below where the lower level holds: "
                 "give the levels a set such as `Box`, or add a penalty on their size."
             ]
-        found.append(_not_converged(ratio, tally))
+        found.append(_not_converged(c, ratio, tally))
     if _unenforced(c):
         found.append(_not_enforced(c))
     if tally.capped > _OFTEN * tally.iterations:
@@ -173,7 +178,7 @@ def _ratio(c: Certificate) -> float:
     return max(c.stationarity, c.complementarity) / largest if largest > 0.0 else 0.0
 
 
-def _not_converged(ratio: float, tally: Tally) -> str:
+def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
     ways = ["Run longer"]
     if tally.penalty_updates is None:
         # The user sets the steps of such a method.
@@ -181,6 +186,9 @@ def _not_converged(ratio: float, tally: Tally) -> str:
     if ratio > 1.0:
         # At multiplier 0 the residual of the start is the gradient of f.
         ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
+    if not c.single_level and c.distance_bound <= _NEAR * (1 + c.lower_norm):
+        # delta and rho hold y close to z, so steps are short.
+        ways.append(_SMOOTH)
     return (
         f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
         f"which a solution has below {_CONVERGED:g}. {', or '.join(ways)}."
@@ -214,11 +222,8 @@ def _not_enforced(c: Certificate) -> str:
         f"the start and {c.lower_gradient:.2g} at the end."
     )
     if _sees_little(c):
-        return (
-            f"{diagnosis} With rho = {c.rho:.2g} the Moreau envelope sees next to nothing of g: "
-            "its gradient jumps (an absolute value, ReLU, max) or its curvatures differ by many "
-            "orders of magnitude. Smooth g, rescale its variables (`lower_unit`), or give `rho`."
-        )
+        seen = f"With rho = {c.rho:.2g} the Moreau envelope sees next to nothing of g"
+        return f"{diagnosis} {seen}: {_SMOOTH}."
     # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
     delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
     return f"{diagnosis} Make delta smaller, at most {delta:.1g}, or scale g up."
