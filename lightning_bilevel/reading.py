@@ -97,11 +97,10 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     if (ratio := _ratio(c)) > _CONVERGED:
         parts.append(f"not converged, the residuals are {ratio:.2g} times the gradient of f")
     parts.append(f"feasible to {c.feasibility:.1e}" if c.feasibility > 0.0 else "feasible")
-    if not c.single_level:
-        parts.append(
-            f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
-            f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
-        )
+    parts.append(
+        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
+        f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
+    )
     if _unenforced(c):
         parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
     parts.append(
@@ -186,7 +185,7 @@ def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
     if ratio > 1.0:
         # At multiplier 0 the residual of the start is the gradient of f.
         ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
-    if not c.single_level and c.distance_bound <= _NEAR * (1 + c.lower_norm):
+    if c.distance_bound <= _NEAR * (1 + c.lower_norm):
         # delta and rho hold y close to z, so steps are short.
         ways.append(_SMOOTH)
     return (
