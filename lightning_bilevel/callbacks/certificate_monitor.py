@@ -16,18 +16,12 @@ from lightning_bilevel.callbacks.certificate_report import (
     gap_numbers,
     kkt_numbers,
 )
-from lightning_bilevel.callbacks.monitor import Monitor
+from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 
-__all__ = [
-    "CertificateMonitor",
-    "KKTMonitor",
-    "MoreauGapMonitor",
-    "is_underway",
-    "usual_tolerance",
-]
+__all__ = ["CertificateMonitor", "KKTMonitor", "MoreauGapMonitor", "is_underway"]
 
 
 def is_underway(trainer: Trainer, pl_module: Any) -> bool:
@@ -37,14 +31,6 @@ def is_underway(trainer: Trainer, pl_module: Any) -> bool:
     """
     fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
     return fitting and pl_module.last_step is not None
-
-
-def usual_tolerance(trainer: Trainer) -> float:
-    """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.
-
-    In float64 that is stricter than the paper, which has 1e-3 throughout and names no dtype.
-    """
-    return 1e-6 if trainer.precision == "64-true" else 1e-3
 
 
 class CertificateMonitor(Monitor):

@@ -13,7 +13,7 @@ from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
 
-__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
+__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of", "usual_tolerance"]
 
 # What the record says of an update of the penalty.
 _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "step_bound")
@@ -26,6 +26,14 @@ def solver_of(trainer: Trainer) -> BilevelOptimizer:
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, BilevelOptimizer)
     return optimizer
+
+
+def usual_tolerance(trainer: Trainer) -> float:
+    """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.
+
+    In float64 that is stricter than the paper, which has 1e-3 throughout and names no dtype.
+    """
+    return 1e-6 if trainer.precision == "64-true" else 1e-3
 
 
 class Monitor(Callback):

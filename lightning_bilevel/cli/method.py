@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_bilevel.baselines.cleaning_report import CleaningReport
-from lightning_bilevel.callbacks.certificate_monitor import usual_tolerance
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.monitor import Monitor
+from lightning_bilevel.callbacks.monitor import Monitor, usual_tolerance
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.configs import MethodConfig
 from lightning_bilevel.cli.recorder import NEVER, evaluation

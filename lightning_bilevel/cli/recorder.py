@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.certificate_monitor import usual_tolerance
+from lightning_bilevel.callbacks.monitor import usual_tolerance
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 
