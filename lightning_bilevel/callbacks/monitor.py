@@ -144,11 +144,10 @@ class SolverMonitor(Monitor):
     r"""Logs the cost of the solver's iterations averaged over the interval, and its parameters.
 
     For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
-    look), ``bilevel/calls_upper``, ``bilevel/calls_lower``, ``bilevel/calls_gap``,
-    ``bilevel/calls_products``, ``bilevel/calls_constraints``, ``bilevel/calls_values`` and
-    ``bilevel/passes`` (since the start). For IVSP it also logs ``bilevel/accuracy``
-    (:math:`\zeta`), ``bilevel/curvature`` (L), ``bilevel/curvature_start`` (the L that the line
-    search started from) and ``bilevel/mean_trials``.
+    look), ``bilevel/calls_upper`` and the other evaluations by kind, and ``bilevel/passes`` (since
+    the start). For IVSP it also logs ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature``
+    (L), ``bilevel/curvature_start`` (the L that the line search started from) and
+    ``bilevel/mean_trials``.
 
     Args:
         every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
