@@ -116,14 +116,12 @@ class Progress:
         inner_iterations: Gradient steps on the lower level.
         passes: Forward and backward passes, those over a sample as their share of all data.
         optimization_time: Seconds spent in the solver.
-        penalty_updates: How often the penalty was strengthened; None if the method never does so.
     """
 
     iterations: int
     inner_iterations: int
     passes: float
     optimization_time: float
-    penalty_updates: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
