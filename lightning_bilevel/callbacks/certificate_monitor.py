@@ -173,7 +173,8 @@ class KKTMonitor(CertificateMonitor):
     Args:
         restore_best: Write the best point into the module when fit ends, before the certificate is
             evaluated. A run that is resumed from a checkpoint still goes on from its last point.
-        options: Those of a ``CertificateMonitor``.
+        options: Those of
+            :class:`~lightning_bilevel.callbacks.certificate_monitor.CertificateMonitor`.
 
     Attributes:
         best: The best point: iteration, kkt, multiplier, x, y and buffers. Empty before the first
