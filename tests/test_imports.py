@@ -11,14 +11,14 @@ FLOORS: list[set[str]] = [
     {"files", "plotting", "table", "version"},
     {"core"},
     {"solvers"},
-    {"report"},
+    {"reading"},
     {"solving"},
     {"plugin"},
     {"callbacks", "data", "modules"},
     {"cli"},
     {"__main__"},
 ]
-TORCH_ONLY = {"core", "solvers", "report", "solving"}
+TORCH_ONLY = {"core", "solvers", "reading", "solving"}
 PUBLIC = [
     "AID",
     "Adaptation",

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
+from lightning_bilevel.callbacks.certificate_monitor import MoreauGapMonitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
 from lightning_bilevel.plugin.mixin import BilevelMixin
 

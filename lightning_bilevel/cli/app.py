@@ -19,14 +19,12 @@ from typing_extensions import override
 
 # Imported so that YAML can use the short names of its classes.
 import lightning_bilevel.modules as _modules  # noqa: F401
+from lightning_bilevel.callbacks.certificate_monitor import KKTMonitor, MoreauGapMonitor
 from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.kkt_monitor import KKTMonitor
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
+from lightning_bilevel.callbacks.monitor import PenaltyMonitor, SolverMonitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
-from lightning_bilevel.callbacks.penalty_monitor import PenaltyMonitor
 from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
-from lightning_bilevel.callbacks.solver_monitor import SolverMonitor
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.loggers import run_folder

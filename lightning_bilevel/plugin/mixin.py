@@ -24,8 +24,8 @@ from lightning_bilevel.plugin.checks import (
     check_precision,
     check_trainer,
 )
+from lightning_bilevel.plugin.loggers import is_logged, publish_step
 from lightning_bilevel.plugin.processes import check_same_point
-from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import RESTORED, Run
 from lightning_bilevel.plugin.streaming import Stream, has_changing_batches

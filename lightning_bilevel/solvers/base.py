@@ -108,7 +108,6 @@ class BilevelOptimizer(LevelSteps, ABC):
             memory["inner_iterations"],
             memory["passes"],
             memory["optimization_time"],
-            memory.get("penalty_updates"),
         )
 
     @property

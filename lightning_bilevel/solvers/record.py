@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from lightning_bilevel.core.problem import Calls
-from lightning_bilevel.solvers.names import tag_of
 
 __all__ = [
     "AdjointInfo",
@@ -20,10 +19,26 @@ __all__ = [
     "Progress",
     "StepInfo",
     "StreamInfo",
+    "tag_of",
 ]
 
-
 Info = TypeVar("Info", bound="StepInfo")
+
+# The attributes that are logged under another name than their own.
+_TAGS = {
+    "residual": "moreau_gap",
+    "mu": "smoothing",
+    "zeta": "accuracy",
+    "gamma": "penalty",
+    "L": "curvature",
+    "L_start": "curvature_start",
+}
+
+
+@cache
+def tag_of(attribute: str) -> str:
+    """Return the logged name of an attribute of a record."""
+    return f"bilevel/{_TAGS.get(attribute, attribute)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +95,16 @@ class StepInfo:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""
-        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
+        return self._known(self.LOGGED)
 
     def shown(self) -> dict[str, float]:
         """Return the numbers that an ordinary progress bar shows, by tag."""
-        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.SHOWN)}
+        return self._known(self.SHOWN)
+
+    def _known(self, attributes: tuple[str, ...]) -> dict[str, float]:
+        """Return the numbers by tag; those that the step does not know are left out."""
+        numbers = {tag_of(name): float(getattr(self, name)) for name in attributes}
+        return {tag: number for tag, number in numbers.items() if not math.isnan(number)}
 
 
 @dataclass(frozen=True)
@@ -96,14 +116,12 @@ class Progress:
         inner_iterations: Gradient steps on the lower level.
         passes: Forward and backward passes, those over a sample as their share of all data.
         optimization_time: Seconds spent in the solver.
-        penalty_updates: How often the penalty was strengthened; None if the method never does so.
     """
 
     iterations: int
     inner_iterations: int
     passes: float
     optimization_time: float
-    penalty_updates: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +175,6 @@ class StreamInfo(StepInfo):
         "inner_iterations",
         "optimization_time",
     )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers by tag; those that the step does not know are left out."""
-        return _known(super().metrics())
-
-    def shown(self) -> dict[str, float]:
-        """Return the numbers of the progress bar by tag, likewise."""
-        return _known(super().shown())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,12 +262,3 @@ class PenaltyInfo(StepInfo):
     def complementarity_bound(self) -> float:
         r""":math:`(2 a_\phi \mu_k + \zeta_{k+1}) / \gamma_k`, the same for :math:`\Phi^c`."""
         return self.feasibility_bound / self.gamma
-
-
-@cache
-def _tags(attributes: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [(attribute, tag_of(attribute)) for attribute in attributes]
-
-
-def _known(numbers: dict[str, float]) -> dict[str, float]:
-    return {tag: number for tag, number in numbers.items() if not math.isnan(number)}

@@ -47,8 +47,8 @@ def test_paper_settings_reach_the_papers_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
-    printed, _, proved = capsys.readouterr().out.partition("the theorem's point ---")
-    assert "(at most " in proved
+    printed, _, proved = capsys.readouterr().out.partition("point: the theorem's point")
+    assert "bounds there: feasibility" in proved
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip()
         for line in printed.splitlines()
@@ -60,7 +60,7 @@ def test_paper_settings_reach_the_papers_accuracy(
         float(rows[f"KKT {name}"]) < 1e-3
         for name in ("stationarity", "feasibility", "complementarity")
     )
-    assert rows["penalty updates"] == "3"
+    assert "update 3" in " ".join(printed.split())
     assert rows["outer iterations"] == "2000"
     log = next(tmp_path.rglob("events.out.tfevents*"))
     assert "bilevel/moreau_gap" in events(log.parent).Tags()["scalars"]
@@ -123,7 +123,7 @@ def test_a_budget_by_one_flag(
     (config,) = tmp_path.rglob("config.yaml")
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     main(["certify", "--config", str(config), "--ckpt_path", str(checkpoint)])
-    assert f"outer iterations          {rows['outer iterations']}" in capsys.readouterr().out
+    assert f"outer iterations   {rows['outer iterations']}" in capsys.readouterr().out
 
 
 def test_a_budget_that_is_no_time_is_refused(
@@ -210,7 +210,7 @@ def test_monitors_by_their_bare_names(
     assert "certificate/text_summary" in found.Tags()["tensors"]
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["model"]["init_args"]["n"] == 10
-    assert (tmp_path / "checkpoints" / "certificate.json").exists()
+    assert (folder / "certificate.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, 
         fit(folder, *QUIET, *short, "--model.init_args.n=10")
     (checkpoint,) = folder.rglob("*.ckpt")
     (config,) = folder.rglob("config.yaml")
-    saved = json.loads((checkpoint.parent / "certificate.json").read_text())
+    saved = json.loads((config.parent / "certificate.json").read_text())
     return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved, folder
 
 
@@ -245,7 +245,7 @@ class TestCertify:
         call, saved, _ = run
         main([*call, "--proved"])
         printed = " ".join(capsys.readouterr().out.split())  # a long row goes on below itself
-        certificate = saved["proved"]["certificate"]
+        certificate = saved["proved"]
         assert certificate["stationarity"] != saved["certificate"]["stationarity"]
         assert f"{certificate['stationarity']:.3e}" in printed
         assert certificate["point"] in printed
@@ -503,10 +503,6 @@ def test_a_wrong_key_or_type_is_named_at_parsing(
             "`FullBatchDataModule(epoch_length=0)` must be at least 1",
         ),
         ("--trainer.precision=bf16-mixed", "is not supported with IVSP on"),
-        (
-            "--moreau_gap.every_n_steps=0",
-            "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None",
-        ),
         (
             "--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}",
             "`rho=2.0` must be smaller than 1/sigma = 1",

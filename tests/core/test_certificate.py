@@ -16,7 +16,7 @@ from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.qualification import StrictlyConvex
 from lightning_bilevel.core.sets import Box
-from lightning_bilevel.report.reading import reading
+from lightning_bilevel.reading import reading
 from lightning_bilevel.table import table
 
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)

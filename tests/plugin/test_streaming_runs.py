@@ -457,7 +457,7 @@ class TestCertificate:
         assert not certificate.own_multiplier
         words = f"; rho = {certificate.rho:.2g} from the curvature of g and delta ="
         assert words in certificate.evaluated_on
-        cost = f"The certificate took {certificate.passes} passes over these data."
+        cost = f"The certificate took {certificate.passes} passes over these data"
         assert cost in " ".join(capsys.readouterr().out.split())
         # At most 6 for the curvature, 20 for z with its start, and f, accuracy, y and the gap.
         assert certificate.passes <= 6 + 21 + 5

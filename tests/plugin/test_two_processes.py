@@ -64,7 +64,7 @@ def test_the_documented_command_ends_by_itself_with_a_certificate(tmp_path: Path
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert printed.count("IVSP on SineProblem") == 1
-    assert (tmp_path / "checkpoints" / "certificate.json").is_file()
+    assert list(tmp_path.glob("lightning_logs/version_0/certificate.json"))
 
 
 # A moment, and whether a checkpoint must be left. Before training, Python's own handler may be in

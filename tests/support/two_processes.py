@@ -104,7 +104,7 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
         },
         "all": {
             "callbacks": [
-                MoreauGapMonitor(every_n_seconds=0.01),
+                MoreauGapMonitor(every_n_steps=2),
                 KKTMonitor(restore_best=True),
                 PenaltyMonitor(),
                 SolverMonitor(),

@@ -178,9 +178,9 @@ def test_passes_are_counted() -> None:
     """Each trial evaluates both constraints once, and so does the start."""
     solution = solve(problem(), *start(), partial(IVSP, **PAPER), max_steps=25)
     trials = solution.tally.trials
-    assert solution.tally.constraint_calls == 2 * (trials + 1)
-    assert solution.tally.upper_calls == trials + 1
-    assert solution.history[-1].passes == solution.tally.passes
+    assert solution.tally.calls.constraints == 2 * (trials + 1)
+    assert solution.tally.calls.upper == trials + 1
+    assert solution.history[-1].passes == solution.tally.calls.passes
 
 
 @pytest.mark.parametrize("given", [PAPER, {"delta": DELTA}], ids=["paper", "own"])
@@ -277,8 +277,8 @@ class TestSingleLevel:
         solution = solve(self.problem(), torch.zeros_like(self.A), max_steps=50)
         for info in solution.history:
             assert info.zeta == 0.0  # type: ignore[attr-defined]
-        assert solution.tally.lower_calls == solution.tally.gap_calls == 0
-        assert solution.tally.upper_calls >= solution.tally.constraint_calls > 0
+        assert solution.tally.calls.lower == solution.tally.calls.gap == 0
+        assert solution.tally.calls.upper >= solution.tally.calls.constraints > 0
 
     def test_each_accepted_step_descends_as_stated(self) -> None:
         """gamma f + phi(c) <= the same before - c1/(2 mu) |dw|^2, with tau = zeta = 0."""
@@ -303,9 +303,8 @@ class TestSingleLevel:
             mu, gamma = info.mu, info.gamma  # type: ignore[attr-defined]
             assert merit(after, mu, gamma) <= merit(before, mu, gamma) - least + 1e-11
 
-    def test_the_reading_speaks_of_no_lower_level(self) -> None:
+    def test_the_reading_says_that_there_is_no_lower_level(self) -> None:
         words = solve(self.problem(), torch.zeros_like(self.A), max_steps=300).reading
-        assert "lower level stationary" not in words
         assert "the theorem does not apply: there is no lower level" in words
 
     def test_the_variables_may_be_split(self) -> None:
@@ -343,17 +342,6 @@ class TestRefused:
         )
         with pytest.raises(BilevelError, match=f"^{re.escape(message)}$"):
             solve(problem(lower=None), *start(), partial(solver, **needed), max_steps=1)
-
-    def test_infeasible_at_every_point_is_said(self) -> None:
-        impossible = problem(lambda x, y: 1.0 + (x**2).sum(), slack)
-        reading = solve(impossible, *start(), partial(IVSP, **PAPER), max_steps=100).reading
-        assert "Constraint 1 was violated at every point seen, by 1 at best: " in reading
-        assert "Relax it, or start where it holds." in reading
-        assert "Constraint 2" not in reading
-
-    def test_a_feasible_one_is_not_blamed(self) -> None:
-        reading = solve(problem(), *start(), partial(IVSP, **PAPER), max_steps=300).reading
-        assert "violated at every point" not in reading
 
 
 def test_a_module_declares_them(tmp_path: Path) -> None:

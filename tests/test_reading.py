@@ -39,8 +39,7 @@ from lightning_bilevel import (
     solve,
 )
 from lightning_bilevel.core.certificate import Certificate as KKT
-from lightning_bilevel.report.reading import advice, reading
-from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.reading import Tally, advice, reading
 
 GOOD = Certificate(
     stationarity=1.7e-5,
@@ -71,14 +70,7 @@ GOOD = Certificate(
     first_upper_gradient=1.0,
     first_lower_gradient=3.0,
 )
-RUN = Tally(
-    iterations=100,
-    trials=110,
-    inner_iterations=300,
-    penalty_updates=3,
-    last_update=57,
-    penalised=True,
-)
+RUN = Tally(iterations=100, trials=110, inner_iterations=300, penalty_updates=3, last_update=57)
 
 
 def test_the_sentence() -> None:
@@ -93,7 +85,7 @@ def test_the_sentence() -> None:
 @pytest.mark.parametrize(
     ("certificate", "run", "words"),
     [
-        (replace(GOOD, feasibility=0.0, residual=-9e-4), RUN, "feasible (R = -9.0e-04); "),
+        (replace(GOOD, feasibility=0.0, residual=-9e-4), RUN, "feasible; "),
         (GOOD, replace(RUN, penalty_updates=0, last_update=0), "; the penalty never had to grow."),
         (
             GOOD,
@@ -133,12 +125,6 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
 @pytest.mark.parametrize(
     ("certificate", "off", "well", "words"),
     [
-        (
-            GOOD,
-            {"above": 20},
-            {"above": 19},
-            "The residual has been above 2 a_phi mu for the last 20 iterations",
-        ),
         (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
         (
             GOOD,
@@ -169,21 +155,6 @@ def test_each_piece_of_advice(
     assert advice(certificate, replace(RUN, **well)) == []
 
 
-def test_a_long_run_is_stuck_only_after_a_fifth_of_it() -> None:
-    long = replace(RUN, iterations=1000)
-    assert advice(GOOD, replace(long, above=199)) == []
-    assert len(advice(GOOD, replace(long, above=200))) == 1
-
-
-def test_advice_for_y_on_its_bound() -> None:
-    found = advice(replace(GOOD, held_share=0.45), RUN)
-    assert found == [
-        "y lies on the boundary of its set, which holds 45% of the gradient in y: if the bound is "
-        "not part of the problem, widen it."
-    ]
-    assert advice(replace(GOOD, held_share=0.1), RUN) == []
-
-
 class TestNotConverged:
     WORDS = (
         "Not converged: the KKT residuals are 0.011 times the largest gradient of f seen, which a "
@@ -209,7 +180,7 @@ class TestNotConverged:
         )
 
     def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
-        words = "That is farther from a solution than the start: `KKTMonitor(restore_best=True)` "
+        words = "or go back to the best point, `KKTMonitor(restore_best=True)`"
         (found,) = advice(replace(GOOD, complementarity=1.01), RUN)
         assert words in found
         (found,) = advice(replace(GOOD, complementarity=0.99), RUN)
@@ -217,8 +188,7 @@ class TestNotConverged:
 
     def test_a_y_that_is_tied_to_z_is_said(self) -> None:
         (found,) = advice(replace(GOOD, stationarity=0.5, distance_bound=1e-6), RUN)
-        assert "delta and rho hold y within 1e-06 of z, so steps are short. That is the" in found
-        assert "curvatures differ by many orders of magnitude" in found
+        assert "or smooth g, rescale its variables (`lower_unit`) or give `rho`" in found
 
     def test_less_than_that_is_well(self) -> None:
         assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
@@ -245,8 +215,6 @@ class TestNotConverged:
         off = replace(GOOD, stationarity=0.011)
         shorter = "Run longer, or make the steps shorter if the values go up and down"
         assert advice(off, self.OTHER) == [f"{self.WORDS}{shorter}."]
-        (found,) = advice(replace(off, feasibility=2e-3), self.OTHER)
-        assert found == f"{self.WORDS}{shorter}, or give the lower level more weight or more steps."
 
     @pytest.mark.parametrize("norms", [{"upper_norm": 1e19}, {"lower_norm": 1e19}])
     def test_a_point_far_out(self, norms: dict[str, float]) -> None:
@@ -306,13 +274,9 @@ class TestNotEnforced:
     def test_rho_too_small(self) -> None:
         (found,) = advice(replace(self.SLACK, rho=1e-9, distance_bound=1e-6), RUN)
         assert found.startswith(
-            f"{self.WORDS}rho = 1e-09 is so small that the Moreau envelope looks only 3e-09 far"
+            f"{self.WORDS}With rho = 1e-09 the Moreau envelope sees next to nothing of g: "
         )
-        assert (
-            "jumps (an absolute value, ReLU, max) or its curvatures differ by many orders of "
-            "magnitude" in found
-        )
-        assert found.endswith("Smooth g, rescale its variables (`lower_unit`), or give `rho`.")
+        assert "smooth g, rescale its variables (`lower_unit`) or give `rho`" in found
 
     @pytest.mark.parametrize(
         "well",
@@ -359,7 +323,7 @@ class TestNotEnforced:
         told = solve(
             BilevelProblem(f, lambda x, y: (y - x).abs().sum()), zero, zero, max_steps=60
         ).reading
-        assert "where the gradient of g jumps (an absolute value, ReLU, max)" in told
+        assert "the gradient of g jumps (an absolute value, ReLU, max)" in told
 
     @pytest.mark.filterwarnings("ignore:IVSP does not move any more")
     def test_curvatures_that_differ(self) -> None:
@@ -423,13 +387,9 @@ class TestTally:
         assert tally.iterations == 200
         assert tally.trials == sum(info.trials for info in history)
         assert tally.inner_iterations == sum(info.inner_iterations for info in history)
-        assert tally.passes == sum(info.calls.passes for info in history)
+        assert tally.calls.passes == sum(info.calls.passes for info in history)
         updates = [info.iteration for info in history if info.penalty_updated]
         assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
-        above = [info.residual > info.mu / 4 for info in history]  # 2 a_phi mu with a_phi = 1/8
-        assert tally.above == (
-            0 if not above[-1] else 200 if all(above) else above[::-1].index(False)
-        )
         assert tally.capped == tally.halvings == 0
 
     def test_caps_are_counted(self) -> None:
@@ -454,7 +414,7 @@ class TestTally:
         solution = solve(
             problem.build(), *problem.at(), partial(BOME, T=2), 10, envelope=problem.envelope
         )
-        assert not solution.tally.penalised
+        assert solution.tally.penalty_updates is None
         assert solution.tally.inner_iterations == 20
         assert "penalty" not in solution.reading
 
@@ -471,25 +431,27 @@ def test_solution_reads_itself() -> None:
 
 
 class TestReport:
-    def test_json_beside_the_checkpoints(
+    def test_json_in_the_folder_of_the_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         report, module = CertificateReport(), Weighting()
         keep = ModelCheckpoint(tmp_path / "kept")
-        run = trainer(tmp_path, max_epochs=2, callbacks=[report, keep], enable_checkpointing=True)
+        logger = TensorBoardLogger(tmp_path)
+        options = {"enable_checkpointing": True, "logger": logger, "log_every_n_steps": 10}
+        run = trainer(tmp_path, max_epochs=2, callbacks=[report, keep], **options)
         run.fit(module, datamodule=weighting_data())
-        saved = json.loads((tmp_path / "kept" / "certificate.json").read_text())
+        saved = json.loads((Path(logger.log_dir) / "certificate.json").read_text())
         assert report.certificate is not None
         assert Certificate(**saved["certificate"]) == report.certificate == module.certify()
-        assert Tally(**saved["counts"]) == report.tally
+        assert Tally.from_dict(saved["counts"]) == report.tally
         assert saved["reading"] == reading(report.certificate, report.tally)
         assert saved["advice"] == advice(report.certificate, report.tally)
         assert saved["iteration"] == 20
         printed = capsys.readouterr().out
         assert saved["reading"] in " ".join(printed.split())
-        assert list(tmp_path.rglob("certificate.json")) == [tmp_path / "kept" / "certificate.json"]
+        assert len(list(tmp_path.rglob("certificate.json"))) == 1
 
-    def test_the_theorem_s_point_has_a_table_and_an_entry(
+    def test_the_theorem_s_point_has_a_line_and_an_entry(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         report, module = CertificateReport(), SineProblem(n=1000, solver=PAPER)
@@ -499,37 +461,13 @@ class TestReport:
         proved = module.proved
         assert proved is not None
         assert report.proved is not None
-        entry = saved["proved"]
-        assert Certificate(**entry["certificate"]) == report.proved
-        assert report.proved == module.certify(proved=True)
-        assert (entry["iteration"], entry["omega"]) == (proved.iteration, proved.omega)
-        assert entry["feasibility_bound"] == proved.feasibility_bound
-        assert entry["complementarity_bound"] == proved.complementarity_bound
+        assert Certificate(**saved["proved"]) == report.proved == module.certify(proved=True)
+        assert report.proved.point == str(proved)
+        assert report.proved.feasibility <= proved.feasibility_bound
+        assert report.proved.complementarity <= proved.complementarity_bound
         assert report.certificate is not None
         assert report.certificate.point == "the last iterate, iteration 200"
-        printed = capsys.readouterr().out
-        table = printed[printed.index("the theorem's point ---") :]
-        assert f"{proved.iteration} of 200 (k^ = {proved.iteration - 1})" in table
-        assert f"{report.proved.stationarity:.3e}" in table
-        for value, bound in (
-            (report.proved.feasibility, proved.feasibility_bound),
-            (report.proved.complementarity, proved.complementarity_bound),
-        ):
-            assert value <= bound
-            assert f"{value:.3e} (at most {bound:.3e})" in table
-
-    def test_a_bound_that_is_not_known_is_left_out(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The first step is a long one: JSON, which has no infinity, says null."""
-        module = SineProblem(n=20, solver=PAPER)
-        run = trainer(tmp_path, max_steps=1, precision="64-true", callbacks=[CertificateReport()])
-        run.fit(module, datamodule=FullBatchDataModule())
-        entry = json.loads((tmp_path / "certificate.json").read_text())["proved"]
-        assert entry["feasibility_bound"] is None
-        assert entry["complementarity_bound"] is None
-        printed = capsys.readouterr().out
-        assert "at most" not in printed[printed.index("the theorem's point ---") :]
+        assert reading(report.proved) in " ".join(capsys.readouterr().out.split())
 
     def test_a_solver_without_such_a_point_has_no_entry(self, tmp_path: Path) -> None:
         envelope = Envelope(rho=0.2, sigma=1.0, delta=0.01)
@@ -538,18 +476,6 @@ class TestReport:
         run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
         assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
         assert report.proved is None
-
-    def test_json_beside_the_logs(self, tmp_path: Path) -> None:
-        logger = TensorBoardLogger(tmp_path)
-        run = trainer(
-            tmp_path,
-            max_steps=10,
-            callbacks=[CertificateReport()],
-            logger=logger,
-            log_every_n_steps=10,
-        )
-        run.fit(Weighting(), datamodule=weighting_data())
-        assert (Path(logger.log_dir) / "certificate.json").exists()
 
     def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:
         trainer(tmp_path, fast_dev_run=3, callbacks=[CertificateReport()]).fit(
@@ -595,4 +521,4 @@ def test_ivsp_is_what_is_read() -> None:
     """The counts know IVSP by its record; a subclass of it is read likewise."""
     problem = PROBLEMS[0]
     kind = type("Mine", (IVSP,), {})
-    assert solve(problem.build(), *problem.at(), kind, 2).tally.penalised
+    assert solve(problem.build(), *problem.at(), kind, 2).tally.penalty_updates is not None

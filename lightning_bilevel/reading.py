@@ -1,17 +1,19 @@
-"""A certificate and the counts of its run in plain words, with advice if something is off."""
+"""The counts of a run, and its certificate in plain words, with advice if something is off."""
 
 from __future__ import annotations
 
-from lightning_bilevel.core.certificate import Certificate
-from lightning_bilevel.report.tally import Tally
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-__all__ = ["advice", "reading"]
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.passes import Calls
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
+
+__all__ = ["Tally", "advice", "reading"]
 
 # A penalty that was strengthened in the last fifth of a run may be strengthened again.
 _SETTLED = 0.8
-# If the residual has been above the smoothing scale for this many iterations, and for a fifth of
-# the run, nothing pulls it down.
-_STUCK = 20
 # One line search in twenty at its cap is no accident.
 _OFTEN = 0.05
 # With the right step the inner loop, warm-started, takes a handful of iterations.
@@ -25,14 +27,58 @@ _LONG = 1e-2
 _SHORT = 1e-6
 # If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
-# What makes rho small, and what helps.
-_ROUGH = (
-    "is the case where the gradient of g jumps (an absolute value, ReLU, max) or its curvatures "
-    "differ by many orders of magnitude. Smooth g, rescale its variables (`lower_unit`), or give "
-    "`rho`."
+# What helps where rho is small.
+_SMOOTH = (
+    "smooth g, rescale its variables (`lower_unit`) or give `rho`, if the gradient of g jumps (an "
+    "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
 )
-# The reading mentions the boundary of Y if it absorbs more than this part of the gradient in y.
-_HELD = 0.1
+
+
+@dataclass
+class Tally:
+    """Counts over a run, from the records of its iterations.
+
+    Attributes:
+        iterations: Outer iterations.
+        inner_iterations: Gradient steps on the lower level.
+        calls: Evaluations of f and g.
+        trials: Trials of the line search; 0 for methods without one.
+        capped: Line searches that used up their trials or ended at L_max.
+        halvings: How often the inner step was halved.
+        penalty_updates: How often the penalty was strengthened; None if the method never does so.
+        last_update: The iteration of the last penalty update, 0 for none.
+    """
+
+    iterations: int = 0
+    inner_iterations: int = 0
+    calls: Calls = field(default_factory=Calls)
+    trials: int = 0
+    capped: int = 0
+    halvings: int = 0
+    penalty_updates: int | None = None
+    last_update: int = 0
+
+    def add(self, info: StepInfo) -> None:
+        """Count one iteration."""
+        self.iterations = info.iteration
+        self.inner_iterations += info.inner_iterations
+        self.calls += info.calls
+        if isinstance(info, PenaltyInfo):
+            self.trials += info.trials
+            self.capped += info.capped
+            self.halvings = info.halvings
+            self.penalty_updates = info.penalty_updates
+            if info.penalty_updated:
+                self.last_update = info.iteration
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain numbers, for a checkpoint or JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, Any]) -> Tally:
+        """Return the counts that :meth:`as_dict` has made plain."""
+        return cls(**{**counts, "calls": Calls(**counts["calls"])})
 
 
 def reading(certificate: Certificate, tally: Tally | None = None) -> str:
@@ -45,37 +91,31 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
         tally: The counts of the run that led there.
     """
     c = certificate
-    parts = []
-    if c.point:
-        parts.append(f"point: {c.point}")
+    parts = [f"point: {c.point}"] if c.point else []
     if c.evaluated_on:
         parts.append(f"evaluated on {c.evaluated_on}")
-    ratio = _ratio(c)
-    if ratio > _CONVERGED:
+    if (ratio := _ratio(c)) > _CONVERGED:
         parts.append(f"not converged, the residuals are {ratio:.2g} times the gradient of f")
-    if c.feasibility > 0.0:
-        parts.append(f"feasible to {c.feasibility:.1e}")
-    else:
-        parts.append("feasible" if c.single_level else f"feasible (R = {c.residual:.1e})")
-    if not c.single_level:
-        parts.append(
-            f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
-            f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
-        )
+    parts.append(f"feasible to {c.feasibility:.1e}" if c.feasibility > 0.0 else "feasible")
+    parts.append(
+        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
+        f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
+    )
     if _unenforced(c):
         parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
     parts.append(
         f"upper level stationary to {c.stationarity:.1e} "
         f"and complementary to {c.complementarity:.1e}"
     )
-    if tally is not None and tally.penalised:
-        where = f"(iteration {tally.last_update} of {tally.iterations})"
+    if tally is not None and tally.penalty_updates is not None:
+        where = (
+            f"update {tally.penalty_updates} (iteration {tally.last_update} of {tally.iterations})"
+        )
         if tally.penalty_updates == 0:
-            parts.append("the penalty never had to grow")
-        elif _settled(tally):
-            parts.append(f"the penalty settled at update {tally.penalty_updates} {where}")
+            where = "never had to grow"
         else:
-            parts.append(f"the penalty is still moving: update {tally.penalty_updates} {where}")
+            where = f"{'settled at' if _settled(tally) else 'is still moving:'} {where}"
+        parts.append(f"the penalty {where}")
         # The theorem is about such a method only.
         if c.theorem.startswith("does not apply"):
             parts.append(f"the theorem {c.theorem}")
@@ -84,24 +124,18 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
 
 def advice(certificate: Certificate, tally: Tally) -> list[str]:
     """Return one sentence per problem, which says what to try; none if all is well."""
-    ratio = _ratio(certificate)
-    found = [] if ratio <= _CONVERGED else [_not_converged(certificate, tally, ratio)]
-    if found and _far_out(certificate):
-        return found
-    if _unenforced(certificate):
-        found.append(_not_enforced(certificate))
-    if tally.penalised and tally.above >= max(_STUCK, (1 - _SETTLED) * tally.iterations):
-        found.append(
-            f"The residual has been above 2 a_phi mu for the last {tally.above} iterations: the "
-            "penalty is too weak for it. Run longer, or start with a smaller `gamma0`."
-        )
-    for number, least in enumerate(tally.least, start=1):
-        if least > tally.threshold:
-            found.append(
-                f"Constraint {number} was violated at every point seen, by {least:.2g} at best: "
-                "perhaps no point satisfies it together with the sets, the lower level and the "
-                "other constraints. Relax it, or start where it holds."
-            )
+    c = certificate
+    found = []
+    if (ratio := _ratio(c)) > _CONVERGED:
+        if max(c.upper_norm, c.lower_norm) > _FAR_OUT:
+            return [
+                f"Not converged: f is {c.upper:.3g} at a point with norms {c.upper_norm:.2g}, "
+                f"{c.lower_norm:.2g}. It seems to be unbounded below where the lower level holds: "
+                "give the levels a set such as `Box`, or add a penalty on their size."
+            ]
+        found.append(_not_converged(c, ratio, tally))
+    if _unenforced(c):
+        found.append(_not_enforced(c))
     if tally.capped > _OFTEN * tally.iterations:
         found.append(
             f"{tally.capped} of {tally.iterations} line searches ended at their cap: f or g is "
@@ -119,17 +153,16 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
             "evaluation: its step 1/(L_yy + 1/rho) is short. Make `L_yy` smaller (too small is "
             "noticed and corrected), or `zeta_bar` larger."
         )
-    if tally.penalty_updates and not _settled(tally):
+    if not _settled(tally):
         found.append(
             f"The penalty was still moving at iteration {tally.last_update} of {tally.iterations}: "
             "run longer, or start with a smaller `gamma0`."
         )
-    if certificate.held_share > _HELD:
-        found.append(
-            f"y lies on the boundary of its set, which holds {certificate.held_share:.0%} of the "
-            "gradient in y: if the bound is not part of the problem, widen it."
-        )
     return found
+
+
+def _settled(tally: Tally) -> bool:
+    return tally.last_update <= _SETTLED * tally.iterations
 
 
 def _ratio(c: Certificate) -> float:
@@ -144,39 +177,21 @@ def _ratio(c: Certificate) -> float:
     return max(c.stationarity, c.complementarity) / largest if largest > 0.0 else 0.0
 
 
-def _far_out(c: Certificate) -> bool:
-    return max(c.upper_norm, c.lower_norm) > _FAR_OUT
-
-
-def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
-    if _far_out(c):
-        return (
-            f"Not converged: f is {c.upper:.3g} at a point with norms {c.upper_norm:.2g}, "
-            f"{c.lower_norm:.2g}. It seems to be unbounded below where the lower level holds: give "
-            "the levels a set such as `Box`, or add a penalty on their size."
-        )
+def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
     ways = ["Run longer"]
-    if not tally.penalised:
-        # The user sets the steps and penalties of such a method.
+    if tally.penalty_updates is None:
+        # The user sets the steps of such a method.
         ways.append("make the steps shorter if the values go up and down")
-        if c.feasibility > c.delta:
-            ways.append("give the lower level more weight or more steps")
-    told = (
+    if ratio > 1.0:
+        # At multiplier 0 the residual of the start is the gradient of f.
+        ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
+    if c.distance_bound <= _NEAR * (1 + c.lower_norm):
+        # delta and rho hold y close to z, so steps are short.
+        ways.append(_SMOOTH)
+    return (
         f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
         f"which a solution has below {_CONVERGED:g}. {', or '.join(ways)}."
     )
-    # At multiplier 0 the residual of the start is the gradient of f.
-    if ratio > 1.0:
-        told += (
-            " That is farther from a solution than the start: `KKTMonitor(restore_best=True)` ends "
-            "a fit at the best point that it sees."
-        )
-    if not c.single_level and c.distance_bound <= _NEAR * (1 + c.lower_norm):
-        told += (
-            f" delta and rho hold y within {c.distance_bound:.1g} of z, so steps are short. That "
-            f"{_ROUGH}"
-        )
-    return told
 
 
 def _unenforced(c: Certificate) -> bool:
@@ -200,21 +215,14 @@ def _sees_little(c: Certificate) -> bool:
 
 
 def _not_enforced(c: Certificate) -> str:
-    largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
     diagnosis = (
         "The lower level is not enforced: delta and rho allow a gradient of g of "
         f"{c.stationarity_bound:.2g} at z, and those seen at y are {c.first_lower_gradient:.2g} at "
         f"the start and {c.lower_gradient:.2g} at the end."
     )
     if _sees_little(c):
-        return (
-            f"{diagnosis} rho = {c.rho:.2g} is so small that the Moreau envelope looks only "
-            f"{c.rho * largest:.1g} far, which {_ROUGH}"
-        )
+        seen = f"With rho = {c.rho:.2g} the Moreau envelope sees next to nothing of g"
+        return f"{diagnosis} {seen}: {_SMOOTH}."
     # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
     delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
     return f"{diagnosis} Make delta smaller, at most {delta:.1g}, or scale g up."
-
-
-def _settled(tally: Tally) -> bool:
-    return tally.last_update <= _SETTLED * tally.iterations
