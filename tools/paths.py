@@ -129,8 +129,7 @@ def main(command: str, *files: str) -> None:
     """Save or compare."""
     if command == "save":
         made = {
-            name: record(problem, make, units, dtype)
-            for name, problem, make, units, dtype in runs()
+            name: record(problem, make, units, dtype) for name, problem, make, units, dtype in runs()
         }
         torch.save(made, files[0])
         errors = sum(bool(run["ended"]) for run in made.values())

@@ -22,8 +22,7 @@ from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["LuMei", "Saddle", "solve_saddle"]
 
-# A gradient is exact up to some tens of roundings of its largest terms.
-_NOISE = 50.0
+_CONSTANTS = ("eps", "L_f", "L_g", "D", "max_inner")
 
 
 class LuMei(BilevelOptimizer):
@@ -65,8 +64,8 @@ class LuMei(BilevelOptimizer):
         L_g: The Lipschitz constant of the gradient of g.
         D: The diameter of Y.
         max_inner: The cap on the extragradient steps of an iteration. An iteration that ends by it
-            is short of its accuracy, so that a short step then means nothing: the first time, there
-            is a warning, and :attr:`finished` stays False.
+            is short of its accuracy, so that a short step then means nothing: there is a warning, and
+            :attr:`finished` stays False.
 
     The constants are those of the problem and have no good default: 1, 1 and 10 are generic. The
     cap is that of the published code.
@@ -97,30 +96,26 @@ class LuMei(BilevelOptimizer):
         max_inner: int = 10_000,
     ) -> None:
         given = {"eps": eps, "L_f": L_f, "L_g": L_g, "D": D, "max_inner": max_inner}
-        constants = checked_arguments(
-            "LuMei", given, positive=("eps", "L_f", "L_g", "D"), whole=("max_inner",)
-        )
+        *positive, whole = _CONSTANTS
+        constants = checked_arguments("LuMei", given, positive=positive, whole=[whole])
         super().__init__(params, {"lr": 1 / (2 * (L_f + 2 * L_g / eps)), **constants})
-        self.memory.update(finished=False, capped=False)
 
     @property
     def finished(self) -> bool:
         """Whether the last iteration met the published stopping rule, at its full accuracy."""
-        return bool(self.memory["finished"])
+        return bool(self.memory.get("finished", False))
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c, memory = self.constants, self.memory
-        eps = c["eps"]
+        memory = self.memory
+        eps, L_f, L_g, D, cap = (self.constants[name] for name in _CONSTANTS)
         rho = 1 / eps
-        L_h = c["L_f"] + 2 * c["L_g"] / eps
-        s_z = eps / (2 * c["D"])
+        L_h = L_f + 2 * L_g / eps
+        s_z = eps / (2 * D)
         accuracy = eps**1.5 / (memory["iteration"] + 1)
-        first_steps = 0
-        if "z" not in memory:
-            first_steps = math.ceil(c["D"] * math.sqrt(2 * c["L_g"] / eps))
-            y = _accelerated(problem, x, y, 1 / c["L_g"], first_steps)
+        first_steps = 0 if "z" in memory else math.ceil(D * math.sqrt(2 * L_g / eps))
+        y = _accelerated(problem, x, y, 1 / L_g, first_steps)
         z = remembered(self, "z", y)
         z_first = remembered(self, "z_first", y)
         center = torch.cat([x, y])
@@ -138,35 +133,29 @@ class LuMei(BilevelOptimizer):
             return torch.cat([of_u + 2 * L_h * (torch.cat([x, y]) - center), of_z])
 
         saddle = Saddle(F, feasible.project, center.numel(), L_h, s_z, 3 * L_h + s_z)
-        w, residual, steps = solve_saddle(saddle, torch.cat([center, z]), accuracy, c["max_inner"])
+        w, residual, steps = solve_saddle(saddle, torch.cat([center, z]), accuracy, cap)
         x, y, z = (part.clone() for part in torch.split(w, sizes))
         reached = residual <= accuracy
-        short = norm(torch.cat([x, y]) - center) <= eps / (4 * L_h)
-        if not reached and not memory["capped"]:
+        if not reached:
+            # Python shows the same warning once.
             warnings.warn(
-                f"LuMei ended outer iteration {memory['iteration'] + 1} at its cap of "
-                f"{c['max_inner']} steps with a residual of {residual:.3g}, above {accuracy:.3g}: "
+                f"LuMei ended outer iterations at its cap of {cap} steps, short of their accuracy: "
                 "make `eps` or `max_inner` larger, or `L_f` and `L_g` if f or g is more curved.",
                 stacklevel=3,
             )
-        capped = memory["capped"] or not reached
-        memory.update(z=z, z_first=z_first, finished=reached and short, capped=capped)
-        info = MultiplierInfo(
-            upper=values[0],
-            lower=values[1],
-            inner_iterations=first_steps + steps,
-            multiplier=rho,
-        )
-        return x, y, info
+        finished = reached and norm(torch.cat([x, y]) - center) <= eps / (4 * L_h)
+        memory.update(z=z, z_first=z_first, finished=finished)
+        f, g = values
+        inner = first_steps + steps
+        return x, y, MultiplierInfo(upper=f, lower=g, inner_iterations=inner, multiplier=rho)
 
 
 def _accelerated(problem: BilevelProblem, x: Tensor, y: Tensor, step: float, steps: int) -> Tensor:
     """Return y after Nesterov's accelerated projected gradient steps for convex functions."""
-    lower = problem.at(x)
     ahead = y
     t = 1.0
     for _ in range(steps):
-        new = plain(ahead, lower.gradient(ahead), step, problem.lower_set)
+        new = plain(ahead, problem.at(x).gradient(ahead), step, problem.lower_set)
         t_new = (1 + math.sqrt(1 + 4 * t * t)) / 2
         ahead = new + (t - 1) / t_new * (new - y)
         y = new
@@ -194,15 +183,13 @@ class Saddle(NamedTuple):
     L: float
 
 
-def solve_saddle(
-    saddle: Saddle, w: Tensor, tolerance: float, max_steps: int
-) -> tuple[Tensor, float, int]:
+def solve_saddle(saddle: Saddle, w: Tensor, accuracy: float, cap: int) -> tuple[Tensor, float, int]:
     r"""Solve a saddle-point problem from w up to a residual: Algorithm 5 of Lu and Mei.
 
     Sets take the place of their proximal terms. Each outer step solves a proximal problem by an
     anchored extragradient method up to a relative accuracy. Momentum acts on the dual image
     :math:`q = -s_u u` of u, and on z. One extragradient step evaluates F twice, an outer step four
-    times more. A solve that ends at ``max_steps`` extragradient steps, over all outer steps,
+    times more. A solve that ends at ``cap`` extragradient steps, over all outer steps,
     returns the point of smallest residual.
 
     Returns:
@@ -211,24 +198,23 @@ def solve_saddle(
     """
     size, s_u, s_z = saddle.size_u, saddle.s_u, saddle.s_z
     mix = min(1.0, math.sqrt(8 * s_z / s_u))
-    e_q = s_u / 2
     e_z = min(1 / (2 * s_z), 4 / (mix * s_u))
     q = q_f = -s_u * w[:size]
     z = z_f = w[size:]
     best = w, math.inf
     steps = 0
-    while best[1] > tolerance and steps < max_steps:
+    while best[1] > accuracy and steps < cap:
         q_g, z_g = mix * q + (1 - mix) * q_f, mix * z + (1 - mix) * z_f
-        v, slope, done = _proximal(saddle, q_g, z_g, max_steps - steps)
+        v, slope, done = _proximal(saddle, q_g, z_g, cap - steps)
         steps += done
         # q_f and w_f are subgradients, at (u_f, z_f), of h - s_u |u|^2/2 + s_z |z|^2/2 in u and of
         # minus that in z.
         u_f, z_f = v[:size], v[size:]
         q_f, w_f = slope[:size] - s_u * u_f, slope[size:] - s_z * z_f
-        q = q + (e_q / s_u) * (q_f - q) - e_q * (u_f + q_f / s_u)
+        q = q + (q_f - q) / 2 - s_u / 2 * (u_f + q_f / s_u)
         z = z + e_z * s_z * (z_f - z) - e_z * (w_f + s_z * z_f)
         best = min(best, _candidate(saddle, torch.cat([-q / s_u, z])), key=itemgetter(1))
-    if best[1] > tolerance:
+    if best[1] > accuracy:
         # Too few steps may lead away from the solution. The start is never left for worse.
         best = min(best, _candidate(saddle, w), key=itemgetter(1))
     return *best, steps
@@ -242,9 +228,7 @@ def _candidate(saddle: Saddle, w: Tensor) -> tuple[Tensor, float]:
     return new, norm((w - new) / step - before + saddle.F(new))
 
 
-def _proximal(
-    saddle: Saddle, q_g: Tensor, z_g: Tensor, max_steps: int
-) -> tuple[Tensor, Tensor, int]:
+def _proximal(saddle: Saddle, q_g: Tensor, z_g: Tensor, cap: int) -> tuple[Tensor, Tensor, int]:
     r"""Find v, and b in the normal cone of the sets at v, with A(v) + b near 0.
 
     .. math::
@@ -270,11 +254,12 @@ def _proximal(
         F = saddle.F(v)
         of_v = A(v, F)
         total = of_v + b
-        # Near the solution both sides of the rule drown in rounding. The published code adds 1e-8
-        # to the squares: on the problem of the tests this ends all progress at a residual of 5e-5.
+        # A gradient is exact up to some tens of roundings of its largest terms: near the solution
+        # both sides of the rule drown in them. The published code adds 1e-8 to the squares, which
+        # ends all progress at a residual of 5e-5 on the problem of the tests.
         terms = norm(of_v) + norm(b) + saddle.L * norm(v)
-        rounded = norm(total) <= _NOISE * torch.finfo(v.dtype).eps * terms
-        if done >= max_steps or rounded or gamma * norm(total) <= norm(v - start):
+        rounded = norm(total) <= 50 * torch.finfo(v.dtype).eps * terms
+        if done >= cap or rounded or gamma * norm(total) <= norm(v - start):
             return v, F + b, done
         towards = v + 2 / (done + 3) * (anchor - v)
         half = towards - rate * total
