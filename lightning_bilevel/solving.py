@@ -265,8 +265,8 @@ class _Look:
         iteration = self.optimizer.progress.iterations
         if self.known is None or self.known[0] != iteration:
             name = f"the last iterate, iteration {iteration}"
-            multipliers = self.optimizer.multiplier, self.optimizer.constraint_multipliers
-            self.known = iteration, self._certify(self.point, envelope, multipliers, name)
+            multiplier = self.optimizer.multiplier
+            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
         return self.known[1]
 
     def proved(self) -> Proved | None:
@@ -275,15 +275,14 @@ class _Look:
         envelope = self.optimizer.envelope
         if kept is None or envelope is None:
             return None
-        multipliers = kept.multiplier, kept.constraint_multipliers
-        certificate = self._certify((kept.x, kept.y), envelope, multipliers, str(kept))
+        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
         return Proved(kept.x, kept.y, certificate, kept.iteration)
 
     def _certify(
         self,
         point: tuple[Tensor, Tensor],
         envelope: Envelope,
-        multipliers: tuple[float | None, tuple[float, ...] | None],
+        multiplier: float | None,
         name: str,
     ) -> Certificate:
         began = time.perf_counter()
@@ -291,8 +290,7 @@ class _Look:
             self.problem,
             *point,
             envelope,
-            multiplier=multipliers[0],
-            constraint_multipliers=multipliers[1],
+            multiplier=multiplier,
             tolerance=self.tolerance,
             qualification=self.background.qualification,
             kinks=self.background.kinks,

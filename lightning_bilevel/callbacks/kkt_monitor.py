@@ -97,7 +97,6 @@ class KKTMonitor(CertificateMonitor):
                 "iteration": iteration,
                 "kkt": c.kkt,
                 "multiplier": c.multiplier,
-                "constraint_multipliers": c.constraint_multipliers,
                 "x": x,
                 "y": y,
                 "buffers": pl_module.written_buffers,
@@ -130,7 +129,6 @@ class KKTMonitor(CertificateMonitor):
                 (best["x"], best["y"]),
                 best["multiplier"],
                 best.get("buffers"),
-                best.get("constraint_multipliers"),
             )
             rank_zero_info(
                 f"KKTMonitor restored the point of iteration {best['iteration']}, whose KKT "

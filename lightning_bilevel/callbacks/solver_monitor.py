@@ -20,7 +20,7 @@ class SolverMonitor(Monitor):
 
     For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
     look), ``bilevel/calls_upper``, ``bilevel/calls_lower``, ``bilevel/calls_gap``,
-    ``bilevel/calls_products``, ``bilevel/calls_constraints`` and ``bilevel/passes`` (since the
+    ``bilevel/calls_products`` and ``bilevel/passes`` (since the
     start) and ``bilevel/optimization_time``. For IVSP it also logs
     ``bilevel/smoothing`` (:math:`\mu`), ``bilevel/accuracy`` (:math:`\zeta`),
     ``bilevel/curvature`` (L), ``bilevel/curvature_start`` (the L that the line search started from)
@@ -81,7 +81,6 @@ class SolverMonitor(Monitor):
             "bilevel/calls_lower": now.lower_calls,
             "bilevel/calls_gap": now.gap_calls,
             "bilevel/calls_products": now.product_calls,
-            "bilevel/calls_constraints": now.constraint_calls,
             "bilevel/passes": info.passes,
             "bilevel/optimization_time": info.optimization_time,
         }

@@ -12,7 +12,7 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.buffers import write_buffers
-from lightning_bilevel.plugin.certifier import Multipliers, Question
+from lightning_bilevel.plugin.certifier import Question
 from lightning_bilevel.plugin.checkpoints import (
     LastPoint,
 )
@@ -58,7 +58,6 @@ class CertifiedPoints(DeclaredLevels):
         point: tuple[Tensor, Tensor],
         multiplier: float,
         buffers: dict[str, Tensor] | None = None,
-        constraint_multipliers: tuple[float, ...] | None = None,
     ) -> None:
         """Write an earlier point of the run into the module, as its result.
 
@@ -68,11 +67,10 @@ class CertifiedPoints(DeclaredLevels):
             point: x and y.
             multiplier: The multiplier of that point.
             buffers: The buffers of that point, see :attr:`written_buffers`.
-            constraint_multipliers: Those of the constraints beside the lower level, if any.
         """
         last = LastPoint(*self.point, self.written_buffers)
         self._run.last = last
-        self._run.certifier.multipliers = multiplier, constraint_multipliers
+        self._run.certifier.multiplier = multiplier
         self.point = point[0].to(last.upper), point[1].to(last.lower)
         self._run.shown = "an earlier point of the run, which was restored"
         write_buffers(self._module(), buffers or {})
@@ -140,20 +138,17 @@ class CertifiedPoints(DeclaredLevels):
             # Its bounds are those of the solver's own relaxation.
             name = str(kept) if envelope == run.solver.envelope else kept.name
             point = (kept.x, kept.y)
-            multipliers: Multipliers = kept.multiplier, kept.constraint_multipliers
+            multiplier: float | None = kept.multiplier
             step = None
         else:
             name = run.point_name(declared.norms())
             point = self.point
-            multipliers = run.certifier.multipliers or (
-                run.solver.multiplier,
-                run.solver.constraint_multipliers,
-            )
+            multiplier = run.certifier.multiplier
+            if multiplier is None:
+                multiplier = run.solver.multiplier
             step = self.last_step
         limit = None if stream is None else passes
-        question = Question(
-            problem, envelope, tolerance, *multipliers, label, name, limit, reachable
-        )
+        question = Question(problem, envelope, tolerance, multiplier, label, name, limit, reachable)
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(question, point, declared, step)
 

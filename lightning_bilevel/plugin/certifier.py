@@ -16,12 +16,10 @@ from lightning_bilevel.core.reachable import reachable_envelope
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["MINI_BATCH_TOLERANCE", "Certifier", "Multipliers", "Question"]
+__all__ = ["MINI_BATCH_TOLERANCE", "Certifier", "Question"]
 
 # The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
 MINI_BATCH_TOLERANCE = 1e-3
-# The multiplier of R, and those of the constraints beside the lower level, where they are known.
-Multipliers = tuple[float | None, tuple[float, ...] | None]
 
 
 class Question(NamedTuple):
@@ -33,7 +31,6 @@ class Question(NamedTuple):
         tolerance: The accuracy of the proximal point; None is what its dtype allows, or 1e-3 where
             passes are limited.
         multiplier: The multiplier that belongs to the point.
-        constraint_multipliers: Those of the constraints beside the lower level.
         evaluated_on: The data that f and g are evaluated on; empty for all data.
         point: Which point of the run it is, in words; empty for the current one.
         passes: The most passes of g for the proximal point; None for no such limit.
@@ -45,7 +42,6 @@ class Question(NamedTuple):
     envelope: Envelope
     tolerance: float | None
     multiplier: float | None
-    constraint_multipliers: tuple[float, ...] | None
     evaluated_on: str
     point: str = ""
     passes: int | None = None
@@ -71,7 +67,6 @@ class Question(NamedTuple):
         return self._replace(
             envelope=found,
             multiplier=None,
-            constraint_multipliers=None,
             evaluated_on=f"{self.evaluated_on}{words}",
         )
 
@@ -99,14 +94,13 @@ class Certifier:
 
     Attributes:
         start: The gradients at the start of the run. Later gradients are compared with them.
-        multipliers: The multipliers of a restored point: that of R, and those of the constraints
-            beside the lower level; None are the solver's.
+        multiplier: The multiplier of a restored point; None is the solver's.
         seconds: The time that certificates have taken.
         last: The latest certificate. It is returned again for the same question at the same point.
     """
 
     start: Start | None = None
-    multipliers: Multipliers | None = None
+    multiplier: float | None = None
     seconds: float = 0.0
     last: _Answer | None = None
 
@@ -143,7 +137,6 @@ class Certifier:
             *point,
             asked.envelope,
             multiplier=asked.multiplier,
-            constraint_multipliers=asked.constraint_multipliers,
             tolerance=asked.tolerance,
             qualification=declared.qualification,
             kinks=declared.kinks(),

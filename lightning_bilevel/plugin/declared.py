@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -40,7 +40,6 @@ class DeclaredLevels:
     upper_gradient: Callable[..., Any] | None = None
     lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
-    constraints: Callable[..., Sequence[Tensor]] | None = None
 
     def declare(
         self,

@@ -211,7 +211,7 @@ def check_parts(
     tolerance = torch.finfo(y.dtype).eps ** 0.5
     size = math.hypot(norm(x), norm(y))
     levels = [("upper", "upper_loss", _upper), ("lower", "lower_loss", _lower)]
-    if whole.constraints is not None:
+    if whole.residual_terms:
         levels.append(("upper", "constraints", _constraints))
     for key, method, level in levels:
         name = f"{call}.{method}"
@@ -295,8 +295,8 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
 
 def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
     """Return the sum of the constraints, and the gradients of all of them as one vector."""
-    limits = problem.limits(x, y)
-    return sum(limits.values), torch.cat(limits.gradients)
+    values, gradients = problem.residuals(x, y)
+    return sum(values), torch.cat(gradients)
 
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:

@@ -56,12 +56,11 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     if c.feasibility > 0.0:
         parts.append(f"feasible to {c.feasibility:.1e}")
     else:
-        parts.append("feasible" if c.single_level else f"feasible (R = {c.residual:.1e})")
-    if not c.single_level:
-        parts.append(
-            f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
-            f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
-        )
+        parts.append(f"feasible (R = {c.residual:.1e})")
+    parts.append(
+        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
+        f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
+    )
     if _unenforced(c):
         parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
     parts.append(
@@ -95,13 +94,6 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
             f"The residual has been above 2 a_phi mu for the last {tally.above} iterations: the "
             "penalty is too weak for it. Run longer, or start with a smaller `gamma0`."
         )
-    for number, least in enumerate(tally.least, start=1):
-        if least > tally.threshold:
-            found.append(
-                f"Constraint {number} was violated at every point seen, by {least:.2g} at best: "
-                "perhaps no point satisfies it together with the sets, the lower level and the "
-                "other constraints. Relax it, or start where it holds."
-            )
     if tally.capped > _OFTEN * tally.iterations:
         found.append(
             f"{tally.capped} of {tally.iterations} line searches ended at their cap: f or g is "
@@ -171,7 +163,7 @@ def _not_converged(c: Certificate, tally: Tally, ratio: float) -> str:
             " That is farther from a solution than the start: `KKTMonitor(restore_best=True)` ends "
             "a fit at the best point that it sees."
         )
-    if not c.single_level and c.distance_bound <= _NEAR * (1 + c.lower_norm):
+    if c.distance_bound <= _NEAR * (1 + c.lower_norm):
         told += (
             f" delta and rho hold y within {c.distance_bound:.1g} of z, so steps are short. That "
             f"{_ROUGH}"

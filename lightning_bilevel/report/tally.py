@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_bilevel.core.passes import Calls
@@ -23,7 +22,6 @@ class Tally:
         lower_calls: Evaluations of the gradient of g(x, .).
         gap_calls: Evaluations of g(x, y) - g(x, z).
         product_calls: Products of second derivatives of g with a vector.
-        constraint_calls: Evaluations of the constraints beside the lower level.
         value_calls: Evaluations of g without a gradient.
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
@@ -31,9 +29,7 @@ class Tally:
         penalty_updates: How often the penalty was strengthened.
         last_update: The iteration of the last penalty update, 0 for none.
         above: The number of latest iterations, without a break, with
-            :math:`\tilde R > 2 a_\phi \mu`, or a constraint beside the lower level above that.
-        threshold: The :math:`2 a_\phi \mu` of the last iteration.
-        least: The smallest value of each of these constraints, over all iterations.
+            :math:`\tilde R > 2 a_\phi \mu`.
         penalised: Whether the method has a penalty that it strengthens.
     """
 
@@ -43,7 +39,6 @@ class Tally:
     lower_calls: int = 0
     gap_calls: int = 0
     product_calls: int = 0
-    constraint_calls: int = 0
     value_calls: int = 0
     trials: int = 0
     capped: int = 0
@@ -51,8 +46,6 @@ class Tally:
     penalty_updates: int = 0
     last_update: int = 0
     above: int = 0
-    threshold: float = 0.0
-    least: list[float] = field(default_factory=list)
     penalised: bool = False
 
     @property
@@ -63,7 +56,6 @@ class Tally:
             self.lower_calls,
             self.gap_calls,
             self.product_calls,
-            self.constraint_calls,
             self.value_calls,
         ).passes
 
@@ -75,7 +67,6 @@ class Tally:
         self.lower_calls += info.calls.lower
         self.gap_calls += info.calls.gap
         self.product_calls += info.calls.products
-        self.constraint_calls += info.calls.constraints
         self.value_calls += info.calls.values
         if isinstance(info, PenaltyInfo):
             self.penalised = True
@@ -85,10 +76,7 @@ class Tally:
             self.penalty_updates = info.penalty_updates
             if info.penalty_updated:
                 self.last_update = info.iteration
-            self.above = self.above + 1 if info.worst > info.threshold else 0
-            self.threshold = info.threshold
-            before = self.least or [math.inf] * len(info.constraints)
-            self.least = [min(pair) for pair in zip(before, info.constraints, strict=True)]
+            self.above = self.above + 1 if info.residual > info.threshold else 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts by name."""

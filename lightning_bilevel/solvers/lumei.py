@@ -64,8 +64,8 @@ class LuMei(BilevelOptimizer):
         L_g: The Lipschitz constant of the gradient of g.
         D: The diameter of Y.
         max_inner: The cap on the extragradient steps of an iteration. An iteration that ends by it
-            is short of its accuracy, so that a short step then means nothing: there is a warning, and
-            :attr:`finished` stays False.
+            is short of its accuracy, so a short step then means nothing: there is a warning, and
+            :attr:`finished` is False.
 
     The constants are those of the problem and have no good default: 1, 1 and 10 are generic. The
     cap is that of the published code.

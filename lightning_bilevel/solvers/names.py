@@ -122,7 +122,6 @@ NAMES = (
     Name("bilevel/calls_lower", "evaluations of the gradient of g so far", _CALLS),
     Name("bilevel/calls_gap", "evaluations of the gap so far", _CALLS),
     Name("bilevel/calls_products", "products of second derivatives of g so far", _CALLS),
-    Name("bilevel/calls_constraints", "evaluations of further constraints so far", _CALLS),
     Name("bilevel/passes", "forward and backward passes so far", attribute="passes"),
     Name(
         "bilevel/inner_iterations",

@@ -25,7 +25,6 @@ class ProvedPoint:
         feasibility_bound: What the violation :math:`\Phi^f` is at most; inf if the step is not
             small enough for the theorem's bounds.
         complementarity_bound: What :math:`\Phi^c` is at most; inf likewise.
-        constraint_multipliers: Those of the constraints beside the lower level; None without any.
     """
 
     x: Tensor
@@ -36,7 +35,6 @@ class ProvedPoint:
     omega: float
     feasibility_bound: float
     complementarity_bound: float
-    constraint_multipliers: tuple[float, ...] | None = None
 
     @property
     def name(self) -> str:

@@ -64,13 +64,12 @@ def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
 
     .. math::
         \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
-          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
-
-    The constraints beside the lower level change it as R does.
+          + \sum_i \phi'_{\mu_{k+1}} \nabla r_i^{k+1} - \phi'_{\mu_k} \nabla r_i^k
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
-    dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
-    now.pull(here, then.pull(there, dv), sign=-1.0)
+    for i, (new, old) in enumerate(zip(there.residuals, here.residuals, strict=True)):
+        dv.add_(then.phi.slope(new, then.mu) * there.gradients[i])
+        dv.sub_(now.phi.slope(old, now.mu) * here.gradients[i])
     dw = there.w - here.w
     x, y = slice(here.split), slice(here.split, None)
     return Change(

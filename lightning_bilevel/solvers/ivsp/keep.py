@@ -60,19 +60,16 @@ class Kept:
     multiplier: float
     feasibility_bound: float
     complementarity_bound: float
-    constraint_multipliers: tuple[float, ...] = ()
 
     @classmethod
     def load(cls, memory: dict[str, Any], name: str) -> Kept:
-        """Read it from the state of a run; one without constraints has no multipliers of them."""
+        """Read it from the state of a run."""
         saved = {field: memory.get(f"{name}_{field}") for field in _FIELDS}
         return cls(**{field: value for field, value in saved.items() if value is not None})
 
     def save(self, memory: dict[str, Any], name: str) -> None:
         """Write it into the state of a run, as tensors and numbers."""
         memory.update({f"{name}_{field}": value for field, value in vars(self).items()})
-        if not self.constraint_multipliers:
-            del memory[f"{name}_constraint_multipliers"]
 
 
 _FIELDS = tuple(Kept.__dataclass_fields__)
@@ -108,7 +105,6 @@ def keep(memory: dict[str, Any], n: int, w: Tensor, info: PenaltyInfo) -> None:
             info.multiplier,
             info.feasibility_bound,
             info.complementarity_bound,
-            info.constraint_multipliers,
         )
         kept.save(memory, _NOW)
 
