@@ -259,7 +259,7 @@ def certify(
         multiplier=weight,
         own_multiplier=multiplier is not None,
         smallest_kkt=max(
-            smallest_residual(stationarity, gap.residual, weight), *beside.values, *products[1:]
+            [smallest_residual(stationarity, gap.residual, weight), *beside.values, *products[1:]]
         ),
         gap=max(gap.residual + envelope.delta, 0.0),
         residual=gap.residual,

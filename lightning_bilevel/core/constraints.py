@@ -56,10 +56,11 @@ def _rows(term: Function, w: Tensor, split: int) -> Tensor:
     """Return a row for each constraint: its value and its gradient, in float64."""
     with torch.enable_grad():
         values = term(w[:split], w[split:])
-    gradients = [torch.zeros_like(w) for _ in values]
-    if values.requires_grad:
+        # The constraints of a chunk may share a part of their graph.
         gradients = [
             torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)[0]
+            if value.requires_grad
+            else torch.zeros_like(w)
             for value in values
         ]
     return torch.cat([values.detach()[:, None].double(), torch.stack(gradients).double()], dim=1)

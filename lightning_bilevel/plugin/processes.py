@@ -212,7 +212,7 @@ def check_parts(
     size = math.hypot(norm(x), norm(y))
     levels = [("upper", "upper_loss", _upper), ("lower", "lower_loss", _lower)]
     if whole.residual_terms:
-        levels.append(("upper", "constraints", _constraints))
+        levels.append(("upper", "constraints", _further))
     for key, method, level in levels:
         name = f"{call}.{method}"
         value, gradient = level(whole, x, y)
@@ -293,8 +293,8 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
     return value, torch.cat([grad_x, grad_y])
 
 
-def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Return the sum of the constraints, and the gradients of all of them as one vector."""
+def _further(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Return the sum of the further residuals, and all their gradients as one vector."""
     values, gradients = problem.residuals(x, y)
     return sum(values), torch.cat(gradients)
 

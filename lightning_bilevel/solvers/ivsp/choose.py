@@ -62,6 +62,8 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         return {**filled, "own_unit": 1.0}
     delta = given["delta"]
     f, R_x, R_y = _choose_below(problem, x, y, given, c)
+    if problem.single_level:
+        c["L_yy"] = R_x = R_y = 0.0
     if c["own_unit"] is None:
         # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
         # makes steps of x longer: the line search brakes a level that moves too far, but nothing

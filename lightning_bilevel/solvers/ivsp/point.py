@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,8 @@ class Point:
         z: The approximate proximal point.
         zeta: The accuracy of z.
         lower: g(w).
-        residuals: :math:`\tilde R(w)`, and those of the constraints beside the lower level.
+        residuals: :math:`\tilde R(w)`, and those of the constraints beside the lower level. The
+            first is -inf without a lower level.
         gradients: The gradient of each.
         halvings: How often the step of the inner loop was halved so far.
     """
@@ -107,6 +109,10 @@ class Evaluator:
         """Return the accuracy of evaluations: without a lower level they are exact, with z = y."""
         return 0.0 if self.problem.single_level else wanted
 
+    def _known(self, residual: float) -> float:
+        """Return a value of R; without a lower level it is -inf and has no weight."""
+        return -math.inf if self.problem.single_level else residual
+
     def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
         lower = self.problem.at(w[: self.split])
@@ -140,7 +146,7 @@ class Evaluator:
         at_z, slope = lower.value_and_gradient(z)
         envelope = self.constants.envelope
         least = g - at_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
-        glimpse = Glimpse(upper.value, g, (least,))
+        glimpse = Glimpse(upper.value, g, (self._known(least),))
         if hopeless(glimpse):
             return glimpse
         z, halvings = self._prox(lower, y, z, zeta, max_inner, slope)
@@ -235,7 +241,7 @@ class Evaluator:
             z,
             self.accuracy(zeta),
             g,
-            (residual, *beside.values),
+            (self._known(residual), *beside.values),
             (grad_R, *beside.gradients),
             halvings,
         )
