@@ -30,7 +30,6 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork as ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.qualification import StrictlyConvex as StrictlyConvex
-from lightning_bilevel.core.qualification import Verdict as Verdict
 from lightning_bilevel.core.qualification import cross_entropy_bound as cross_entropy_bound
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box

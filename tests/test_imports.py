@@ -102,7 +102,6 @@ PUBLIC = [
     "StrictlyConvex",
     "TaskEpisodes",
     "VPBGD",
-    "Verdict",
     "WeightNet",
     "certify",
     "cleaning_baselines",

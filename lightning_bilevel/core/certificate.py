@@ -212,16 +212,6 @@ def certify(
             "and sigma for itself has none before its first step. Run it first, or give "
             "`Envelope(rho=..., sigma=..., delta=...)`."
         )
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(
-            f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows "
-            "comfortably."
-        )
-    if passes is not None and passes < 1:
-        raise ValueError(
-            f"`certify(passes={passes})` must be at least 1, or None for as many as it takes: the "
-            "proximal point needs passes of g."
-        )
     x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
@@ -245,7 +235,7 @@ def certify(
 
     products = [abs(w * value) for w, value in zip(weights, residuals.values, strict=True)]
     below = max(gap.residual, 0.0)
-    verdict = judge(qualification, envelope, problem.lower_set, problem.upper_set)
+    known = judge(qualification, envelope, problem.lower_set, problem.upper_set)
     distance = norm(y - gap.z)
     _, gradient_y = lagrangian.gradient(weights)
     length = norm(gradient_y)
@@ -274,8 +264,8 @@ def certify(
         delta=envelope.delta,
         tolerance=tolerance,
         held_share=held_share,
-        qualification=verdict.words,
-        theorem=theorem(verdict, problem.upper_set, problem.lower_set, kinks, problem.beyond),
+        qualification=known,
+        theorem=theorem(known, problem.upper_set, problem.lower_set, kinks, problem.beyond),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),

@@ -132,25 +132,32 @@ class BilevelProblem:
         adaptation: Adaptation | None = None,
         constraints: Sequence[Function] | None = None,
     ) -> None:
-        self.upper_terms = _upper_terms(upper, upper_features)
+        if features is not None and outputs is not None:
+            raise ValueError(
+                "`BilevelProblem` was given features and outputs: g may have one or the other."
+            )
+        self.upper_terms = _terms(upper, upper_features)
         self.single_level = lower is None
-        self.lower_terms = _lower_terms(nothing if lower is None else lower, features, outputs)
-        self.inner_terms = _inner_terms(inner, self.lower_terms)
+        self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
+        # A plain function takes what the loss of its chunk takes: features or outputs, if any.
+        self.inner_terms = (
+            self.lower_terms
+            if inner is None
+            else _terms(
+                inner,
+                [term.features for term in self.lower_terms],
+                [term.outputs for term in self.lower_terms],
+            )
+        )
         # f for the inner variable z of a mini-batch step, as `inner` is g for it.
         self.inner_upper_terms = self.upper_terms
         self.mini_batch = mini_batch
-        self.touched = _checked_indices(touched)
+        self.touched = touched
         self.adaptation = adaptation
         # All constraints on one chunk of the data, as a function that returns a vector.
         self.residual_terms = [stacked(constraints)] if constraints else []
-        self.upper_set = Free() if upper_set is None else upper_set
-        self.lower_set = Free() if lower_set is None else lower_set
-        for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
-            if not isinstance(value, ConvexSet):
-                raise TypeError(
-                    f"`BilevelProblem({name}={value!r})` must have `project` and "
-                    "`normal_cone_distance`."
-                )
+        self.upper_set = upper_set or Free()
+        self.lower_set = lower_set or Free()
         self.units = (1.0, 1.0)
         self.share: tuple[float, float] | None = None
         self._passes = Passes(reduce)
@@ -237,15 +244,10 @@ class BilevelProblem:
             reduce: Sums a tensor over the processes.
         """
         part = copy.copy(self)
-        weights = {
-            "upper_terms": upper,
-            "inner_upper_terms": upper,
-            "lower_terms": lower,
-            "inner_terms": lower,
-        }
-        for name, weight in weights.items():
-            terms = [term.weighted(weight) for term in getattr(self, name)]
-            setattr(part, name, [LowerTerm(nothing)] if terms and weight == 0.0 else terms)
+        part.upper_terms = _weighted(self.upper_terms, upper)
+        part.inner_upper_terms = _weighted(self.inner_upper_terms, upper)
+        part.lower_terms = _weighted(self.lower_terms, lower)
+        part.inner_terms = _weighted(self.inner_terms, lower)
         # A process without data learns from the whole batch how many constraints there are.
         part.residual_terms = [weighted(term, upper) for term in self.residual_terms]
         part._passes = Passes(reduce)
@@ -399,75 +401,19 @@ class BilevelProblem:
                 )
 
 
-def _functions(name: str, given: Any) -> list[Any]:
-    functions = list(given) if isinstance(given, Sequence) else [given]
-    if not functions or not all(callable(function) for function in functions):
-        raise TypeError(
-            f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of "
-            "functions."
-        )
-    return functions
-
-
-def _upper_terms(upper: Any, features: Any) -> list[LowerTerm]:
-    losses = _functions("upper", upper)
-    if features is None:
-        return [term if isinstance(term, LowerTerm) else LowerTerm(term) for term in losses]
-    parts = _functions("upper_features", features)
-    if len(parts) != len(losses):
-        raise ValueError(
-            f"`BilevelProblem` was given {len(parts)} upper_features for {len(losses)} terms of "
-            "`upper`: each term needs its own."
-        )
-    return [LowerTerm(loss, part) for loss, part in zip(losses, parts, strict=True)]
-
-
-def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
-    losses = _functions("lower", lower)
-    parts: dict[str, list[Any]] = {}
-    for name, given in (("features", features), ("outputs", outputs)):
-        parts[name] = [None] * len(losses) if given is None else _functions(name, given)
-        if len(parts[name]) != len(losses):
-            raise ValueError(
-                f"`BilevelProblem` was given {len(parts[name])} {name} for {len(losses)} terms of "
-                "`lower`: each term needs its own."
-            )
-    if features is not None and outputs is not None:
-        raise ValueError(
-            "`BilevelProblem` was given features and outputs: g may have one or the other."
-        )
+def _terms(losses: Any, features: Any = None, outputs: Any = None) -> list[LowerTerm]:
+    """Return one term per chunk, each with its own parts."""
+    losses = _as_list(losses)
+    parts = [[None] * len(losses) if p is None else _as_list(p) for p in (features, outputs)]
     return [
-        LowerTerm(*term) for term in zip(losses, parts["features"], parts["outputs"], strict=True)
+        loss if isinstance(loss, LowerTerm) else LowerTerm(loss, *own)
+        for loss, *own in zip(losses, *parts, strict=True)
     ]
 
 
-def _inner_terms(inner: Any, lower: list[LowerTerm]) -> list[LowerTerm]:
-    if inner is None:
-        return lower
-    given = _functions("inner", inner)
-    if len(given) != len(lower):
-        raise ValueError(
-            f"`BilevelProblem` was given {len(given)} terms of `inner` for {len(lower)} terms of "
-            "`lower`: each term needs its own."
-        )
-    # A plain function takes what the loss of its chunk takes: features or outputs, if there are.
-    return [
-        term if isinstance(term, LowerTerm) else LowerTerm(term, twin.features, twin.outputs)
-        for term, twin in zip(given, lower, strict=True)
-    ]
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else [given]
 
 
-def _checked_indices(touched: Any) -> Tensor | None:
-    if touched is None or (
-        isinstance(touched, Tensor) and touched.dtype == torch.int64 and touched.ndim == 1
-    ):
-        return touched
-    got = (
-        f"a tensor of {touched.dtype} and shape {tuple(touched.shape)}"
-        if isinstance(touched, Tensor)
-        else f"a {type(touched).__name__}"
-    )
-    raise TypeError(
-        f"`BilevelProblem(touched=...)` was given {got}: it must be a flat tensor of torch.int64, "
-        "the coordinates of x that the mini-batch touches, or None for all."
-    )
+def _weighted(terms: list[LowerTerm], weight: float) -> list[LowerTerm]:
+    return [term.weighted(weight) for term in terms] if weight else [LowerTerm(nothing)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.qualification import Qualification, Verdict
+from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
 from lightning_bilevel.plugin.kinks import kinks_of
@@ -134,10 +134,10 @@ class Declaration:
                 "must be an `Adaptation`, such as `Adaptation(steps=20, lr=0.5)`."
             )
         known = self.qualification
-        if not isinstance(known, (str, Verdict)) and not callable(known):
+        if not isinstance(known, str) and not callable(known):
             raise TypeError(
                 f"`{self.upper.call}(qualification={known!r})` must be a condition such as "
-                "`StrictlyConvex()`, a `Verdict`, words, or a function of the envelope."
+                "`StrictlyConvex()`, words, or a function of the envelope."
             )
 
     @property

@@ -73,8 +73,8 @@ class DeclaredLevels:
                 have none.
             qualification: What is known about the constraint qualification of this problem: a
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
-                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
-                returns one of the two. The certificate shows it.
+                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
+                of the envelope that returns words. The certificate shows it.
             scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a

@@ -10,7 +10,7 @@ from modules import MILD, weighting_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex, Verdict
+from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex
 from lightning_bilevel.modules.networks import Conv4
 from lightning_bilevel.plugin.functional import Declared
 from lightning_bilevel.plugin.kinks import kinks_of
@@ -119,8 +119,8 @@ def test_the_certificate_names_them() -> None:
     [
         ("holds by assumption", "holds by assumption"),
         (lambda envelope: f"holds for rho = {envelope.rho}", "holds for rho = 0.1"),
-        (Verdict.fails("an example"), "fails: an example"),
-        (lambda envelope: Verdict.not_known("yet"), "not known: yet"),
+        ("fails: an example", "fails: an example"),
+        (lambda envelope: "not known: yet", "not known: yet"),
         (StrictlyConvex(), "holds: for each delta > 0, because g is strictly convex in y"),
     ],
 )
@@ -132,6 +132,6 @@ def test_no_other_thing_is_a_qualification() -> None:
     with pytest.raises(
         TypeError,
         match=r"^`Fit.declare\(qualification=5\)` must be a condition such as "
-        r"`StrictlyConvex\(\)`, a `Verdict`, words, or a function of the envelope\.$",
+        r"`StrictlyConvex\(\)`, words, or a function of the envelope\.$",
     ):
         Fit(nn.Sigmoid(), qualification=5)
