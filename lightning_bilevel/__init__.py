@@ -35,7 +35,6 @@ from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet
 from lightning_bilevel.core.sets import Free as Free
-from lightning_bilevel.core.sets import NonNegative as NonNegative
 from lightning_bilevel.core.sets import Product as Product
 from lightning_bilevel.core.sets import Simplex as Simplex
 from lightning_bilevel.data import Chunks as Chunks

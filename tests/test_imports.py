@@ -73,7 +73,6 @@ PUBLIC = [
     "MNISTCleaning",
     "MoreauGapMonitor",
     "NonFiniteError",
-    "NonNegative",
     "Numbered",
     "OmniglotEpisodes",
     "OptimizationBudget",

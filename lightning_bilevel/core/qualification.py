@@ -34,7 +34,7 @@ class Condition(ABC):
 
     @abstractmethod
     def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
-        """Return what follows for an envelope, Y and X, in words: "holds ..." or "not known ..."."""
+        """Return what follows for an envelope, Y and X: "holds: ..." or "not known: ..."."""
 
 
 # Words that start with "holds" or "fails", or else leave the qualification open.

@@ -24,7 +24,6 @@ __all__ = [
     "Box",
     "ConvexSet",
     "Free",
-    "NonNegative",
     "Product",
     "Scaled",
     "Simplex",
@@ -137,16 +136,6 @@ class Box:
 
 def _short(bound: Tensor) -> str:
     return f"{float(bound):g}" if bound.numel() == 1 else f"<{bound.numel()} bounds>"
-
-
-class NonNegative(Box):
-    """The vectors with no negative coordinate."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0, torch.inf)
-
-    def __repr__(self) -> str:
-        return "NonNegative()"
 
 
 class Ball:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.assumptions import theorem
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, NonNegative
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free
 
 HOLDS = "holds: because"
 FAILS = "fails: because"
@@ -31,7 +31,7 @@ class Line:
         (UNKNOWN, Box(0, 1), Ball(), [], "not known: the constraint qualification"),
         (FAILS, Box(0, 1), Ball(), [], "does not apply: the constraint qualification fails"),
         (HOLDS, Box(0, 1), Free(), [], "does not apply: Y is unbounded"),
-        (HOLDS, NonNegative(), Ball(), [], "does not apply: X is unbounded"),
+        (HOLDS, Box(0.0, torch.inf), Ball(), [], "does not apply: X is unbounded"),
         (HOLDS, Free(), Free(), [], "does not apply: X and Y are unbounded"),
         (UNKNOWN, Ball(), Free(), [], "does not apply: Y is unbounded"),
         (HOLDS, Ball(), Ball(), ["ReLU"], "does not apply: ReLU is not differentiable"),

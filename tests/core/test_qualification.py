@@ -19,7 +19,7 @@ from lightning_bilevel.core.qualification import (
     cross_entropy_bound,
     judge,
 )
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, NonNegative, Product
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, Product
 
 HUNDRED = Box(-100, 100)
 PAPER = Envelope(rho=0.5, sigma=1.0, delta=1e-3)
@@ -43,7 +43,7 @@ class TestConvexity:
     )
     def test_holds_for_each_delta_and_set(self, condition: Condition, words: str) -> None:
         for delta in (1e-300, 1e-3, 1e3):
-            for sets in ((HUNDRED, HUNDRED), (Free(), NonNegative())):
+            for sets in ((HUNDRED, HUNDRED), (Free(), Box(0.0, torch.inf))):
                 assert condition(with_delta(delta), *sets) == words
 
     def test_convexity_alone_is_no_reason(self) -> None:
@@ -115,10 +115,10 @@ class TestReweighted:
         [
             (Free(), HUNDRED, 1e-3, "the losses must be bounded on Y, which Free() does not tell"),
             (
-                NonNegative(),
+                Box(0.0, torch.inf),
                 HUNDRED,
                 1e-3,
-                "the losses must be bounded on Y, which NonNegative() does not tell",
+                "the losses must be bounded on Y, which Box(0, inf) does not tell",
             ),
             (HUNDRED, Free(), 1e-3, "x must lie in a bounded box, and lies in Free()"),
             (

@@ -26,7 +26,6 @@ from lightning_bilevel import (
     HJFBiO,
     LuMei,
     NonFiniteError,
-    NonNegative,
     PBGDFree,
     Product,
 )
@@ -343,7 +342,7 @@ def test_which_coordinates_a_bound_holds() -> None:
         found = _held(lower_set, y, slope)
         assert found is not None
         assert found.tolist() == held
-    mixed = _held(Product([Free(), NonNegative()], [2, 3]), y, slope)
+    mixed = _held(Product([Free(), Box(0.0, torch.inf)], [2, 3]), y, slope)
     assert mixed is not None
     assert mixed.tolist() == [False, False, False, False, False]
     assert _held(Free(), y, slope) is None
