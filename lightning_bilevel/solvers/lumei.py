@@ -16,7 +16,6 @@ from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.steps import plain
 
@@ -45,7 +44,7 @@ class LuMei(BilevelOptimizer):
 
     up to a residual of :math:`\varepsilon^{3/2}/(k + 1)` by a method of optimal order (anchored
     extragradient steps within accelerated ones). The published method stops when
-    :math:`\|u^{k+1} - u^k\| \le \varepsilon/(4 L_h)`: :attr:`finished` tells, and a run goes on.
+    :math:`\|u^{k+1} - u^k\| \le \varepsilon/(4 L_h)`, which is the ``step`` of the record.
 
     Assumption on g: g(x, .) is **convex** (nothing strong), Y is compact. Guarantee: an
     epsilon-KKT point of the penalty problem in :math:`\tilde O(\varepsilon^{-4})` evaluations. Cost
@@ -64,8 +63,7 @@ class LuMei(BilevelOptimizer):
         L_g: The Lipschitz constant of the gradient of g.
         D: The diameter of Y.
         max_inner: The cap on the extragradient steps of an iteration. An iteration that ends by it
-            is short of its accuracy, so a short step then means nothing: there is a warning, and
-            :attr:`finished` is False.
+            is short of its accuracy, so a short step then means nothing: there is a warning.
 
     The constants are those of the problem and have no good default: 1, 1 and 10 are generic. The
     cap is that of the published code.
@@ -100,34 +98,28 @@ class LuMei(BilevelOptimizer):
         constants = checked_arguments("LuMei", given, positive=positive, whole=[whole])
         super().__init__(params, {"lr": 1 / (2 * (L_f + 2 * L_g / eps)), **constants})
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last iteration met the published stopping rule, at its full accuracy."""
-        return bool(self.memory.get("finished", False))
-
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        memory = self.memory
         eps, L_f, L_g, D, cap = (self.constants[name] for name in _CONSTANTS)
         rho = 1 / eps
         L_h = L_f + 2 * L_g / eps
         s_z = eps / (2 * D)
-        accuracy = eps**1.5 / (memory["iteration"] + 1)
-        first_steps = 0 if "z" in memory else math.ceil(D * math.sqrt(2 * L_g / eps))
-        y = _accelerated(problem, x, y, 1 / L_g, first_steps)
-        z = remembered(self, "z", y)
-        z_first = remembered(self, "z_first", y)
+        accuracy = eps**1.5 / (self.memory["iteration"] + 1)
+        first = 0 if "z" in self.memory else math.ceil(D * math.sqrt(2 * L_g / eps))
+        y = _accelerated(problem, x, y, 1 / L_g, first)
+        z = self.memory.get("z", y)
+        z_first = self.memory.get("z_first", y)
         center = torch.cat([x, y])
         sizes = [x.numel(), y.numel(), y.numel()]
         feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
-        values: list[float] = []
+        values: dict[str, float] = {}
 
         def F(w: Tensor) -> Tensor:
             x, y, z = torch.split(w, sizes)
             f = problem.upper(x, y)
             gap = problem.at(x, remember=False).full_gap(y, z)
-            values[:] = f.value, gap.value_y
+            values.update(upper=f.value, lower=gap.value_y)
             of_u = torch.cat([f.grad_x + rho * gap.grad_x, f.grad_y + rho * gap.grad_y])
             of_z = rho * gap.grad_z + s_z * (z - z_first)
             return torch.cat([of_u + 2 * L_h * (torch.cat([x, y]) - center), of_z])
@@ -135,19 +127,13 @@ class LuMei(BilevelOptimizer):
         saddle = Saddle(F, feasible.project, center.numel(), L_h, s_z, 3 * L_h + s_z)
         w, residual, steps = solve_saddle(saddle, torch.cat([center, z]), accuracy, cap)
         x, y, z = (part.clone() for part in torch.split(w, sizes))
-        reached = residual <= accuracy
-        if not reached:
+        self.memory.update(z=z, z_first=z_first)
+        if residual > accuracy:
             # Python shows the same warning once.
             warnings.warn(
-                f"LuMei ended outer iterations at its cap of {cap} steps, short of their accuracy: "
-                "make `eps` or `max_inner` larger, or `L_f` and `L_g` if f or g is more curved.",
-                stacklevel=3,
+                f"LuMei ended outer iterations at the cap `max_inner={cap}`.", stacklevel=3
             )
-        finished = reached and norm(torch.cat([x, y]) - center) <= eps / (4 * L_h)
-        memory.update(z=z, z_first=z_first, finished=finished)
-        f, g = values
-        inner = first_steps + steps
-        return x, y, MultiplierInfo(upper=f, lower=g, inner_iterations=inner, multiplier=rho)
+        return x, y, MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
 
 
 def _accelerated(problem: BilevelProblem, x: Tensor, y: Tensor, step: float, steps: int) -> Tensor:
@@ -156,10 +142,9 @@ def _accelerated(problem: BilevelProblem, x: Tensor, y: Tensor, step: float, ste
     t = 1.0
     for _ in range(steps):
         new = plain(ahead, problem.at(x).gradient(ahead), step, problem.lower_set)
-        t_new = (1 + math.sqrt(1 + 4 * t * t)) / 2
-        ahead = new + (t - 1) / t_new * (new - y)
+        before, t = t, (1 + math.sqrt(1 + 4 * t * t)) / 2
+        ahead = new + (before - 1) / t * (new - y)
         y = new
-        t = t_new
     return y
 
 
@@ -257,9 +242,8 @@ def _proximal(saddle: Saddle, q_g: Tensor, z_g: Tensor, cap: int) -> tuple[Tenso
         # A gradient is exact up to some tens of roundings of its largest terms: near the solution
         # both sides of the rule drown in them. The published code adds 1e-8 to the squares, which
         # ends all progress at a residual of 5e-5 on the problem of the tests.
-        terms = norm(of_v) + norm(b) + saddle.L * norm(v)
-        rounded = norm(total) <= 50 * torch.finfo(v.dtype).eps * terms
-        if done >= cap or rounded or gamma * norm(total) <= norm(v - start):
+        noise = 50 * torch.finfo(v.dtype).eps * (norm(of_v) + norm(b) + saddle.L * norm(v))
+        if done >= cap or norm(total) <= noise or gamma * norm(total) <= norm(v - start):
             return v, F + b, done
         towards = v + 2 / (done + 3) * (anchor - v)
         half = towards - rate * total
