@@ -113,7 +113,7 @@ class LuMei(BilevelOptimizer):
         center = torch.cat([x, y])
         sizes = [x.numel(), y.numel(), y.numel()]
         feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
 
         def F(w: Tensor) -> Tensor:
             x, y, z = torch.split(w, sizes)
