@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.assumptions import theorem
-from lightning_bilevel.core.constraints import Residuals
 from lightning_bilevel.core.lagrangian import Lagrangian
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope, MoreauPoint, evaluate_gap
 from lightning_bilevel.core.multiplier import smallest_residual
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
 from lightning_bilevel.core.qualification import Qualification, judge

@@ -8,22 +8,14 @@ further residuals beside R.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.lower import Function
-from lightning_bilevel.core.passes import Calls, Passes, check_finite, leaf
+from lightning_bilevel.core.passes import Calls, Passes, Residuals, check_finite, leaf
 
-__all__ = ["Residuals", "evaluate", "stacked"]
-
-
-class Residuals(NamedTuple):
-    """The values of some residuals at a point w = (x, y), and the gradient of each in w."""
-
-    values: tuple[float, ...] = ()
-    gradients: tuple[Tensor, ...] = ()
+__all__ = ["evaluate", "stacked"]
 
 
 def stacked(functions: Sequence[Function]) -> Function:

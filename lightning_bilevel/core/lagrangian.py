@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_bilevel.core.constraints import Residuals
 from lightning_bilevel.core.multiplier import least_squares_multiplier
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem
 
 __all__ = ["Lagrangian"]

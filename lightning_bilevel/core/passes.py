@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ __all__ = [
     "Gradients",
     "Passes",
     "Reduce",
+    "Residuals",
     "check_finite",
     "check_scalar",
     "coupled",
@@ -67,6 +69,13 @@ class Calls:
 
     def __sub__(self, other: Calls) -> Calls:
         return Calls(*map(operator.sub, vars(self).values(), vars(other).values()))
+
+
+class Residuals(NamedTuple):
+    """The values of some functions at a point w = (x, y), and the gradient of each in w."""
+
+    values: tuple[float, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
 
 
 class Passes:

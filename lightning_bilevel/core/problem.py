@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.constraints import Residuals, evaluate, stacked
+from lightning_bilevel.core.constraints import evaluate, stacked
 from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
@@ -33,7 +33,16 @@ from lightning_bilevel.core.lower import (
     rescaled,
     weighted,
 )
-from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
+from lightning_bilevel.core.passes import (
+    NAMES,
+    Calls,
+    Passes,
+    Reduce,
+    Residuals,
+    coupled,
+    leaf,
+    or_zeros,
+)
 from lightning_bilevel.core.sample import Sample, take_sample
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
