@@ -67,9 +67,10 @@ def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
           + \sum_i \phi'_{\mu_{k+1}} \nabla r_i^{k+1} - \phi'_{\mu_k} \nabla r_i^k
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
-    for i, (new, old) in enumerate(zip(there.residuals, here.residuals, strict=True)):
-        dv.add_(then.phi.slope(new, then.mu) * there.gradients[i])
-        dv.sub_(now.phi.slope(old, now.mu) * here.gradients[i])
+    dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
+    for merit, point, sign in ((then, there, 1.0), (now, here, -1.0)):
+        for residual, gradient in zip(point.residuals[1:], point.gradients[1:], strict=True):
+            dv.add_(gradient, alpha=sign * merit.phi.slope(residual, merit.mu))
     dw = there.w - here.w
     x, y = slice(here.split), slice(here.split, None)
     return Change(
