@@ -25,13 +25,11 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork as ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.qualification import StrictlyConvex as StrictlyConvex
-from lightning_bilevel.core.qualification import Verdict as Verdict
 from lightning_bilevel.core.qualification import cross_entropy_bound as cross_entropy_bound
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet
 from lightning_bilevel.core.sets import Free as Free
-from lightning_bilevel.core.sets import NonNegative as NonNegative
 from lightning_bilevel.core.sets import Product as Product
 from lightning_bilevel.core.sets import Simplex as Simplex
 from lightning_bilevel.data import Chunks as Chunks

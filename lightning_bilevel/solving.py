@@ -193,8 +193,8 @@ class _Certificates:
         iteration = solver.progress.iterations
         if self.known is None or self.known[0] != iteration:
             name = f"the last iterate, iteration {iteration}"
-            multipliers = solver.multiplier, solver.constraint_multipliers
-            self.known = iteration, self._certify(self.point, envelope, multipliers, name)
+            multiplier = solver.multiplier
+            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
         return self.known[1]
 
     def proved(self) -> Proved | None:
@@ -203,15 +203,14 @@ class _Certificates:
         envelope = self.optimizer.envelope
         if kept is None or envelope is None:
             return None
-        multipliers = kept.multiplier, None
-        certificate = self._certify((kept.x, kept.y), envelope, multipliers, str(kept))
+        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
         return Proved(kept.x, kept.y, certificate, kept.iteration)
 
     def _certify(
         self,
         point: tuple[Tensor, Tensor],
         envelope: Envelope,
-        multipliers: tuple[float | None, tuple[float, ...] | None],
+        multiplier: float | None,
         name: str,
     ) -> Certificate:
         began = time.perf_counter()
@@ -219,8 +218,7 @@ class _Certificates:
             self.problem,
             *point,
             envelope,
-            multiplier=multipliers[0],
-            constraint_multipliers=multipliers[1],
+            multiplier=multiplier,
             tolerance=self.tolerance,
             start=self.start,
             point=name,

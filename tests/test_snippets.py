@@ -155,7 +155,7 @@ def test_the_matrix_has_every_method_in_the_modes_that_it_runs_in() -> None:
             kind.stochastic,
             kind.weights is not BilevelOptimizer.weights,
             "upper_optimizer" in inspect.signature(kind).parameters,
-            kind.constrained,
+            kind.penalised,
         )
         for name, kind in solvers.items()
     }

@@ -52,7 +52,6 @@ class CertifiedPoints(DeclaredLevels):
         point: tuple[Tensor, Tensor],
         multiplier: float,
         buffers: dict[str, Tensor] | None = None,
-        constraint_multipliers: tuple[float, ...] | None = None,
     ) -> None:
         """Write an earlier point of the run into the module, as its result.
 
@@ -62,11 +61,10 @@ class CertifiedPoints(DeclaredLevels):
             point: x and y.
             multiplier: The multiplier of that point.
             buffers: The buffers of that point, see :attr:`written_buffers`.
-            constraint_multipliers: Those of the constraints beside the lower level, if any.
         """
         x, y = self.point
         self._run.last = deepcopy(dict(self._module().state_dict()))
-        self._run.certifier.multipliers = multiplier, constraint_multipliers
+        self._run.certifier.multiplier = multiplier
         self.point = point[0].to(x), point[1].to(y)
         self._run.shown = RESTORED
         write_buffers(self._module(), buffers or {})
@@ -122,16 +120,15 @@ class CertifiedPoints(DeclaredLevels):
             return None
         iteration = 0 if self.last_step is None else self.last_step.iteration
         point, name = self.point, run.point_name(declared.norms())
-        multiplier, constraint_multipliers = run.certifier.multipliers or (
-            solver.multiplier,
-            solver.constraint_multipliers,
-        )
+        multiplier = run.certifier.multiplier
+        if multiplier is None:
+            multiplier = solver.multiplier
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.
             name = str(kept) if envelope == solver.envelope else kept.name
             point, iteration = (kept.x, kept.y), 0
-            multiplier, constraint_multipliers = kept.multiplier, None
+            multiplier = kept.multiplier
         with nullcontext() if stream is None else stream.evaluating():
             return run.certifier.certify(
                 problem,
@@ -140,7 +137,6 @@ class CertifiedPoints(DeclaredLevels):
                 iteration,
                 reachable=reachable,
                 multiplier=multiplier,
-                constraint_multipliers=constraint_multipliers,
                 tolerance=tolerance,
                 qualification=declared.qualification,
                 kinks=declared.kinks(),

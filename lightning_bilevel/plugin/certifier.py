@@ -14,12 +14,10 @@ from lightning_bilevel.core.curvature import reachable_envelope
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 
-__all__ = ["Certifier", "Multipliers"]
+__all__ = ["Certifier"]
 
 # The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
 _MINI_BATCH_TOLERANCE = 1e-3
-# The multiplier of R, and those of the constraints beside the lower level, where they are known.
-Multipliers = tuple[float | None, tuple[float, ...] | None]
 
 
 @dataclass
@@ -28,15 +26,14 @@ class Certifier:
 
     Attributes:
         start: The gradients at the start of the run. Later gradients are compared with them.
-        multipliers: The multipliers of a restored point: that of R, and those of the constraints
-            beside the lower level; None are the solver's.
+        multiplier: The multiplier of a restored point; None is the solver's.
         seconds: The time that certificates have taken.
         last: The latest certificate, with what was asked, the point and the iteration. It is
             returned again for the same question at the same point.
     """
 
     start: Start | None = None
-    multipliers: Multipliers | None = None
+    multiplier: float | None = None
     seconds: float = 0.0
     last: tuple[Any, tuple[Tensor, Tensor], int, Certificate] | None = None
 
@@ -81,7 +78,7 @@ class Certifier:
             found, searched = envelope, 0
         if found != envelope:
             # The multiplier of the solver belongs to its own envelope.
-            options |= {"multiplier": None, "constraint_multipliers": None}
+            options["multiplier"] = None
             options["evaluated_on"] += (
                 f"; rho = {found.rho:.2g} from the curvature of g and delta = {found.delta:.2g} of "
                 f"the same meaning, because the solver's rho = {envelope.rho:g} would take too "

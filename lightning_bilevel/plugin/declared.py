@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -36,7 +36,6 @@ class DeclaredLevels:
     upper_gradient: Callable[..., Any] | None = None
     lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
-    constraints: Callable[..., Sequence[Tensor]] | None = None
 
     def declare(
         self,
@@ -70,8 +69,8 @@ class DeclaredLevels:
                 have none.
             qualification: What is known about the constraint qualification of this problem: a
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
-                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
-                returns one of the two. The certificate shows it.
+                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
+                of the envelope that returns words. The certificate shows it.
             scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a

@@ -178,8 +178,8 @@ def _check_parts(
     tolerance = torch.finfo(y.dtype).eps ** 0.5
     size = math.hypot(norm(x), norm(y))
     levels = [("upper_loss", _upper), ("lower_loss", _lower)]
-    if whole.constraints is not None:
-        levels.append(("constraints", _constraints))
+    if whole.residual_terms:
+        levels.append(("constraints", _further))
     for method, level in levels:
         value, gradient = level(whole, x, y)
         cause: Exception | None = None
@@ -209,10 +209,10 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
     return value, torch.cat([grad_x, grad_y])
 
 
-def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Return the sum of the constraints, and the gradients of all of them as one vector."""
-    limits = problem.limits(x, y)
-    return sum(limits.values), torch.cat(limits.gradients)
+def _further(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Return the sum of the further residuals, and all their gradients as one vector."""
+    values, gradients = problem.residuals(x, y)
+    return sum(values), torch.cat(gradients)
 
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:

@@ -23,7 +23,7 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
-from lightning_bilevel.solvers.level_vectors import check_levels, check_takes
+from lightning_bilevel.solvers.level_vectors import check_levels
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
 from lightning_bilevel.solvers.streaming import Directions, Streamed, Variable, stream
@@ -54,8 +54,6 @@ class BilevelOptimizer(LevelSteps, ABC):
 
     # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
     penalised: ClassVar[bool] = False
-    # Whether it takes constraints beside the lower level, and problems without a lower level.
-    constrained: ClassVar[bool] = False
     # Whether it may run on mini-batches: it compares no values of different batches. It then
     # implements `directions`, or is a `BatchIteration`.
     stochastic: ClassVar[bool] = False
@@ -150,11 +148,6 @@ class BilevelOptimizer(LevelSteps, ABC):
         return None
 
     @property
-    def constraint_multipliers(self) -> tuple[float, ...] | None:
-        """The method's multipliers of the constraints beside the lower level, if it has any."""
-        return None
-
-    @property
     def proved(self) -> ProvedPoint | None:
         """The point that the method's convergence theorem speaks of, if the method keeps it."""
         return None
@@ -243,7 +236,9 @@ class BilevelOptimizer(LevelSteps, ABC):
                 f"`{type(self).__name__}.step` was given a {type(problem).__name__}: it needs f "
                 "and g, as `step(problem=problem)` or `step(lambda: problem)`."
             )
-        check_takes(type(self).__name__, self.constrained, problem)
+        if problem.beyond and not self.penalised:
+            name = type(self).__name__
+            raise BilevelError(f"{problem.beyond}, and {name} sees f and g alone: use IVSP.")
         if problem.mini_batch:
             return self._step_on_batch(problem)
         began = time.perf_counter()
@@ -422,8 +417,8 @@ def _passes(problem: BilevelProblem, calls: Calls) -> float:
     """Return the passes of some calls, as passes over all data."""
     if problem.share is None:
         return calls.passes
-    above = calls.upper + calls.constraints
-    return problem.share[0] * above + problem.share[1] * (calls.passes - above)
+    below = calls.passes - calls.upper
+    return problem.share[0] * calls.upper + problem.share[1] * below
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["LevelVectors", "check_levels", "check_takes"]
+__all__ = ["LevelVectors", "check_levels"]
 
 
 class LevelVectors(Optimizer):
@@ -183,22 +182,6 @@ def check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, 
             "small difference of large numbers."
         )
     return ordered
-
-
-def check_takes(name: str, constrained: bool, problem: BilevelProblem) -> None:
-    """Refuse a problem with constraints beside the lower level, or without one, if need be."""
-    if constrained:
-        return
-    if problem.single_level:
-        raise BilevelError(
-            f"the problem has no lower level (`lower=None`), and {name} is a method for two "
-            "levels. Use IVSP, or give `lower`."
-        )
-    if problem.constraints is not None:
-        raise BilevelError(
-            f"the problem has constraints beside its lower level, and {name} would not see them. "
-            "Use IVSP, or state them as sets: `upper_set`, `lower_set`."
-        )
 
 
 def _is_power_of_two(unit: float) -> bool:

@@ -182,14 +182,12 @@ class PenaltyInfo(StepInfo):
     r"""The record of a method with a line search on a smoothed penalty function.
 
     Attributes:
-        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point; -inf without a
-            lower level.
+        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point, or a larger
+            residual of a constraint beside it.
         mu: :math:`\mu_k`, the smoothing.
         zeta: :math:`\zeta_{k+1}`, the accuracy of the Moreau evaluation at the new point.
         gamma: :math:`\gamma_k`, the inverse penalty.
         multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
-        constraints: The constraints beside the lower level at the new point.
-        constraint_multipliers: Their multipliers, likewise.
         penalty_updated: Whether this iteration strengthened the penalty.
         penalty_updates: How often the penalty was strengthened so far, :math:`t_{k+1}`.
         trials: Trials of the line search.
@@ -218,8 +216,6 @@ class PenaltyInfo(StepInfo):
     step_bound: float
     halvings: int
     capped: bool
-    constraints: tuple[float, ...] = ()
-    constraint_multipliers: tuple[float, ...] = ()
 
     LOGGED: ClassVar[tuple[str, ...]] = (
         *StepInfo.LOGGED,
@@ -233,14 +229,9 @@ class PenaltyInfo(StepInfo):
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "residual", "gamma")
 
     @property
-    def worst(self) -> float:
-        """The largest of the residual and the constraints beside it."""
-        return max((self.residual, *self.constraints))
-
-    @property
     def violation(self) -> float:
         """How far the constraints are violated, as the solver sees them."""
-        return max(self.worst, 0.0)
+        return max(self.residual, 0.0)
 
     @property
     def omega(self) -> float:

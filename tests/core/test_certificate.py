@@ -257,8 +257,6 @@ def test_errors() -> None:
         ),
     ):
         certify(problem.build(), *problem.at(), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^`certify\(tolerance=0\)` must be positive, or None"):
-        certify(problem.build(), *problem.at(), problem.envelope, tolerance=0)
 
 
 class TestTable:
@@ -453,5 +451,3 @@ def test_few_passes_are_enough_or_say_how_accurate_they_were() -> None:
     # The envelope is overestimated, by at most tolerance^2/(2 m).
     modulus = 1 / envelope.rho
     assert 0.0 < exact.residual - few.residual <= few.tolerance**2 / (2 * modulus)
-    with pytest.raises(ValueError, match=r"`certify\(passes=0\)` must be at least 1, or None for"):
-        certify(problem, x, y, envelope, passes=0)

@@ -892,54 +892,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=f"^The lower-level function g {rule}"):
             problem.at(self.X).gap(self.Y, self.Y + 1.0)
 
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (
-                lambda: BilevelProblem(3.0, g),
-                "`BilevelProblem(upper=3.0)` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, []),
-                "`BilevelProblem(lower=[])` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, [3]),
-                "`BilevelProblem(lower=[3])` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, loss_of_features, features="x"),
-                (
-                    "`BilevelProblem(features='x')` must be a function, "
-                    "or a non-empty list of functions."
-                ),
-            ),
-            (
-                lambda: BilevelProblem(f, g, upper_set=3.0),
-                "`BilevelProblem(upper_set=3.0)` must have `project` and `normal_cone_distance`.",
-            ),
-            (
-                lambda: BilevelProblem(f, g, lower_set="box"),
-                "`BilevelProblem(lower_set='box')` must have `project` and `normal_cone_distance`.",
-            ),
-        ],
-    )
-    def test_construction(self, make: Any, message: str) -> None:
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            make()
-
-    def test_as_many_features_as_terms(self) -> None:
-        message = (
-            "`BilevelProblem` was given 1 features for 2 terms of `lower`: each term needs its own."
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            BilevelProblem(f, [loss_of_features, loss_of_features], features=features)
-
-    def test_as_many_outputs_as_terms_and_no_features_with_them(self) -> None:
-        with pytest.raises(
-            ValueError, match="was given 1 outputs for 2 terms of `lower`: each term needs its own"
-        ):
-            BilevelProblem(f, [loss_of_outputs, loss_of_outputs], outputs=outputs)
+    def test_features_and_outputs_exclude_each_other(self) -> None:
         with pytest.raises(
             ValueError, match="was given features and outputs: g may have one or the other"
         ):

@@ -52,12 +52,6 @@ class Answers(BilevelOptimizer):
         return float(self.memory["multiplier"])
 
     @property
-    def constraint_multipliers(self) -> tuple[float, ...] | None:
-        """The multipliers of the constraints beside the lower level, at the last point."""
-        kept = self.memory.get("constraint_multipliers")
-        return None if kept is None else tuple(kept)
-
-    @property
     def proved(self) -> ProvedPoint | None:
         r"""The point that the theorem speaks of, after the iterations so far.
 

@@ -77,13 +77,13 @@ def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
 
     .. math::
         \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
-          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
-
-    The constraints beside the lower level change it as R does.
+          + \sum_i \phi'_{\mu_{k+1}} \nabla r_i^{k+1} - \phi'_{\mu_k} \nabla r_i^k
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
     dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
-    now.pull(here, then.pull(there, dv), sign=-1.0)
+    for merit, point, sign in ((then, there, 1.0), (now, here, -1.0)):
+        for residual, gradient in zip(point.residuals[1:], point.gradients[1:], strict=True):
+            dv.add_(gradient, alpha=sign * merit.phi.slope(residual, merit.mu))
     dw = there.w - here.w
     x, y = slice(here.split), slice(here.split, None)
     return Change(

@@ -41,9 +41,9 @@ _MAX_FAILURES = 5
 
 @dataclass(frozen=True)
 class Merit:
-    r"""The smoothed exact penalty :math:`\gamma f + \phi_\mu(\tilde R) + \sum_i \phi_\mu(c_i)`.
+    r"""The smoothed exact penalty :math:`\gamma f + \sum_i \phi_\mu(r_i)`.
 
-    The :math:`c_i` are the constraints beside the lower level, if there are any.
+    The residual :math:`r_0` is :math:`\tilde R`; others are of a problem that has further ones.
 
     Attributes:
         gamma: The inverse penalty.
@@ -57,32 +57,23 @@ class Merit:
 
     def value(self, point: Point | Glimpse, extra: float = 0.0) -> float:
         r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
-        total = self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
-        for limit in point.limits.values:
-            total += self.phi.value(limit, self.mu)
-        return total
+        R, *others = point.residuals
+        total = self.gamma * point.f + self.phi.value(R + extra, self.mu)
+        return total + sum(self.phi.value(residual, self.mu) for residual in others)
 
     def weight(self, point: Point) -> float:
         r"""Return :math:`\phi_\mu'(\tilde R)`."""
         return self.phi.slope(point.residual, self.mu)
 
-    def weights(self, point: Point) -> list[float]:
-        r"""Return :math:`\phi_\mu'(c_i)` of each constraint beside the lower level."""
-        return [self.phi.slope(limit, self.mu) for limit in point.limits.values]
-
-    def pull(self, point: Point, into: Tensor, sign: float = 1.0) -> Tensor:
-        """Add the weighted gradients of these constraints to a vector, in place."""
-        for weight, gradient in zip(self.weights(point), point.limits.gradients, strict=True):
-            into.add_(gradient, alpha=sign * weight)
-        return into
-
     def direction(self, point: Point) -> Tensor:
-        """Return gamma grad f + weight grad R + the weighted gradients of the constraints.
+        r"""Return :math:`\gamma \nabla f + \sum_i \phi_\mu'(r_i) \nabla r_i`.
 
         It is computed anew for each trial, to save memory while the trial is evaluated.
         """
-        moved = (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
-        return self.pull(point, moved)
+        moved = self.gamma * point.grad_f
+        for residual, gradient in zip(point.residuals, point.gradients, strict=True):
+            moved.add_(gradient, alpha=self.phi.slope(residual, self.mu))
+        return moved
 
 
 @dataclass(frozen=True)
@@ -226,8 +217,8 @@ class Armijo:
         """Evaluate a trial, to the end if its values leave hope."""
         here = self.here
         start = self.rules.inner_start(self.evaluate, here, w)
-        # Constraints beside the lower level are not among the values, and a fixed L takes all.
-        whole = self.constants.fixed_L is not None or here.limits.values
+        # Further residuals are not among the values, and a fixed L takes all.
+        whole = self.constants.fixed_L is not None or len(here.residuals) > 1
         if whole or not self.rules.rejects_early:
             return self.evaluate.at(w, start, self.zeta, self.rules.trial_cap)
 
@@ -263,7 +254,7 @@ class Armijo:
 def rounding(here: Point, there: Point | Glimpse, gamma: float) -> float:
     """Return the rounding error of the values that the Armijo test compares."""
     size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
-    size += sum(map(abs, (*here.limits.values, *there.limits.values)))
+    size += sum(map(abs, (*here.residuals[1:], *there.residuals[1:])))
     return float(torch.finfo(here.w.dtype).eps * size)
 
 

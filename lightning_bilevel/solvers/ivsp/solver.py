@@ -67,12 +67,12 @@ class IVSP(Answers):
     earlier merits (:func:`~lightning_bilevel.solvers.ivsp.linesearch.next_excess`).
 
     Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
-    a module's ``constraints``) are smoothed and penalised with R: :math:`\sum_i \phi_{\mu_k}(c_i)`
-    is added to the penalty function, the test of the penalty looks at the largest of
-    :math:`\tilde R` and :math:`c_i`, and each has a multiplier. Without a lower level
-    (``lower=None``) this is the smoothing exact-penalty method sESQM for a single level, with exact
-    evaluations. The theorem below is for R alone; for constraints beside it the method is our
-    extension, and sESQM is known to us from its description in the paper.
+    a module's ``constraints``) are further residuals: :math:`\sum_i \phi_{\mu_k}(c_i)` is added to
+    the penalty function, and the test of the penalty looks at the largest of :math:`\tilde R` and
+    :math:`c_i`. Without a lower level (``lower=None``) this is the smoothing exact-penalty method
+    sESQM for a single level, with exact evaluations. The theorem below is for R alone; for
+    constraints beside it the method is our extension, and sESQM is known to us from its description
+    in the paper.
 
     Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
@@ -141,7 +141,6 @@ class IVSP(Answers):
     """
 
     penalised: ClassVar[bool] = True
-    constrained: ClassVar[bool] = True
     for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
@@ -226,9 +225,7 @@ class IVSP(Answers):
         merit = self._merit()
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
-        zeta = min(rules.scheduled_accuracy(k + 1), needed)
-        if problem.single_level:
-            zeta = 0.0  # nothing is inexact
+        zeta = evaluate.accuracy(min(rules.scheduled_accuracy(k + 1), needed))
         error = rules.error(here.zeta, merit, B_R)
         excess = memory.get("excess", 0.0)
         trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta, excess)
@@ -265,9 +262,6 @@ class IVSP(Answers):
             if c.rules == "own" and (stiffness := change.stiffness) is not None:
                 memory["stiffness"] = memory.get("stiffness", 0.0) + stiffness / EVERY
         memory.update(penalty_updates=t + updated, multiplier=merit.weight(there) / merit.gamma)
-        multipliers = tuple(weight / merit.gamma for weight in merit.weights(there))
-        if multipliers:
-            memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
             fall = trial.start + excess - merit.value(there)
             memory["excess"], memory["weight"] = next_excess(
@@ -285,13 +279,11 @@ class IVSP(Answers):
             inner_iterations=problem.calls.lower - calls_before,
             lr=merit.mu / L,
             step=step,
-            residual=there.residual,
+            residual=there.worst,
             mu=merit.mu,
             zeta=zeta,
             gamma=merit.gamma,
             multiplier=memory["multiplier"],
-            constraints=there.limits.values,
-            constraint_multipliers=multipliers,
             penalty_updated=updated,
             penalty_updates=t + updated,
             trials=trials,

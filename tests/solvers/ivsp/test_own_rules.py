@@ -22,7 +22,6 @@ from lightning_bilevel import (
     NonFiniteError,
     certify,
 )
-from lightning_bilevel.core.constraints import Limits
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
@@ -444,7 +443,7 @@ def test_a_penalty_that_is_too_strong_returns_to_its_start(
     # gamma grad f + 0.1 grad R is ``left`` times gamma grad f.
     grad_R = (left - 1.0) * gamma / 0.1 * grad_f
     w = torch.zeros(2, dtype=DOUBLE)
-    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, residual, grad_R, 0, Limits())
+    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, (residual,), (grad_R,), 0)
     rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
     assert rules.next_penalty(there, merit, 1.0, 1.0, Free(), 0) == pytest.approx(expected)
 
@@ -457,6 +456,6 @@ def test_a_violation_after_a_small_step_halves_the_penalty_but_never_to_zero(
 ) -> None:
     grad, w = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
     merit = Merit(gamma, mu=0.1, phi=Huber())
-    there = Point(w, 1, 1.0, grad, w[1:], 0.0, 0.0, 0.2, grad, 0, Limits())
+    there = Point(w, 1, 1.0, grad, w[1:], 0.0, 0.0, (0.2,), (grad,), 0)
     rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
     assert rules.next_penalty(there, merit, 0.0, 1.0, Free(), 0) == pytest.approx(expected)
