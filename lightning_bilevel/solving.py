@@ -228,4 +228,5 @@ class _Certificates:
 
 
 def _parameter(start: Any) -> Tensor:
-    return torch.as_tensor(start).detach().reshape(-1).clone().requires_grad_()
+    given = start if isinstance(start, Tensor) else torch.as_tensor(start)
+    return given.detach().reshape(-1).clone().requires_grad_()

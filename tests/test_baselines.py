@@ -346,7 +346,7 @@ class TestFewShot:
         self, glyphs: GlyphEpisodes
     ) -> None:
         drawn = list(itertools.islice(few_shot._fresh(glyphs, 0), 3))
-        images = glyphs._class_splits(glyphs.load())[0].flatten(0, 1).flatten(1)
+        images = glyphs._train_images.flatten(0, 1).flatten(1)
         known = {tuple(image.tolist()) for image in images}
         queries = torch.cat([part.query for part in drawn])
         assert len(queries) == 12

@@ -171,7 +171,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/"))
     )
     named = re.findall(
-        r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)",
+        r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)$",
         reference,
         re.MULTILINE,
     )

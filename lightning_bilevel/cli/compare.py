@@ -31,7 +31,8 @@ __all__ = ["compare", "main"]
 SAVE_EVERY: str | float = "10s"
 # The value of `Trainer.val_check_batch` that turns validation off.
 NEVER = sys.maxsize
-# A comparison ends by its budget, evaluates at its own times, and writes its own files.
+# A comparison ends by its budget, evaluates at its own times in one process, and writes its own
+# files.
 TRAINER: dict[str, Any] = {
     "max_epochs": -1,
     "max_steps": -1,
@@ -39,6 +40,9 @@ TRAINER: dict[str, Any] = {
     "val_check_interval": NEVER,
     "num_sanity_val_steps": 0,
     "logger": False,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
 }
 
 

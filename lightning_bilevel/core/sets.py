@@ -115,6 +115,12 @@ class Box:
     def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key = (v.dtype, v.device)
         if key not in self._seen:
+            for bound in (self.lower, self.upper):
+                if bound.ndim and bound.numel() != v.numel():
+                    raise ValueError(
+                        f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
+                        "coordinates."
+                    )
             lower = self.lower.reshape(-1) if self.lower.ndim else self.lower
             upper = self.upper.reshape(-1) if self.upper.ndim else self.upper
             self._seen[key] = lower.to(v), upper.to(v)

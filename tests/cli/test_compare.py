@@ -242,7 +242,7 @@ def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, ca
     with pytest.raises(SystemExit) as stop:
         main(["compare", str(small), "--out", str(tmp_path / "out")])
     assert stop.value.code == 1
-    assert "`IVSP`: `rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
+    assert "`rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
 
 
 def test_different_tasks_may_be_forced_and_have_starts_of_their_own(

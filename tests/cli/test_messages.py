@@ -178,7 +178,7 @@ WRONG_CALLS = [
     ),
     (["fit", "--model", "wrong_modules.Left", "--data=FullBatchDataModule"], 2, "wrong_modules"),
     (["fit", "--model", "SinProblem", "--data=FullBatchDataModule"], 2, "SinProblem"),
-    (["compare", "nowhere"], 2, "there is no such file or folder"),
+    (["compare", "nowhere"], 2, "File does not exist"),
 ]
 
 

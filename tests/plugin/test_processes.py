@@ -189,7 +189,7 @@ def test_a_process_that_fails_ends_the_job(
 
 
 @pytest.mark.integration
-def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
+def test_a_comparison_is_made_in_one_process(tmp_path: Path) -> None:
     path = two_process_config(tmp_path)
     arguments = [
         "compare",
@@ -208,7 +208,7 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     assert result["error"] is None
     assert result["rows"][-1]["optimization_time"] >= 0.3
     assert len(result["rows"]) >= 2
-    assert printed.count("| ivsp |") == 1  # one process prints
+    assert printed.count("| ivsp |") == 1
 
 
 @pytest.mark.integration

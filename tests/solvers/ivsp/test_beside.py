@@ -318,7 +318,7 @@ class TestSingleLevel:
         assert (torch.cat([solution.x, solution.y]) - self.A / 3).abs().max() < 1e-3
 
     def test_a_lower_level_needs_a_start(self) -> None:
-        message = "`solve(y0=None)` must be a flat vector: the lower level needs a start."
+        message = "`solve(y0=None)`: the lower level needs a start, a flat vector."
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
             solve(problem(), torch.zeros(2, dtype=torch.float64))
 
