@@ -151,7 +151,8 @@ def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         (["certify"], ["required", "model"]),
         (["tasks", "--all"], ["unrecognized arguments: --all"]),
         (
-            ["compare", "nowhere"], ["File does not exist"],
+            ["compare", "nowhere"],
+            ["File does not exist"],
         ),
     ],
 )

@@ -32,10 +32,12 @@ from lightning_bilevel.plugin.checks import check_trainer
 from lightning_bilevel.plugin.processes import part_of
 
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP
-# chooses differ.
+# chooses differ. What is shared is the sum of a pass, which no method sees: four of them stand for
+# all.
 CASES = [
     case.replace("/own/32-true", "/own/64-true")
     for case in parallel.alternating(("sine", "cleaning", "fewshot"))
+    if case.split("/")[1] in ("paper", "own", "f2sa", "soba")
 ]
 CASES += [
     f"{task}/paper/64-true" for task in ("chunks", "encoded", "one sample", "weights", "bounded")

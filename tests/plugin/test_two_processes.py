@@ -70,11 +70,11 @@ def test_the_documented_command_ends_by_itself_with_a_certificate(tmp_path: Path
 # A moment, and whether a checkpoint must be left. Before training, Python's own handler may be in
 # place (-15).
 MOMENTS = [
-    ("on_fit_start", 0, False),
+    pytest.param("on_fit_start", 0, False, marks=pytest.mark.slow),
     ("on_sanity_check_end", 0, False),
     ("on_train_batch_end", 60, True),
-    ("on_validation_start", 1, True),
-    ("on_train_end", 0, True),
+    pytest.param("on_validation_start", 1, True, marks=pytest.mark.slow),
+    pytest.param("on_train_end", 0, True, marks=pytest.mark.slow),
 ]
 
 

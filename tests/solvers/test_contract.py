@@ -18,6 +18,7 @@ from tables import (
     STREAMING,
     Solver,
     dtype_of,
+    every_pair,
     every_problem,
     every_solver,
     solved,
@@ -146,8 +147,7 @@ def test_the_table_has_every_solver() -> None:
     assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
 
 
-@every_problem
-@every_solver
+@every_pair
 class TestContract:
     def test_makes_progress(self, solver: Solver, problem: Problem) -> None:
         """Towards a KKT point of the relaxed problem, whatever the method aims at."""
