@@ -5,16 +5,19 @@ there already are not run again, and the table and the figure have all that are 
 
 Run: python -m benchmarks
      python -m benchmarks overhead growth --quick
+     python -m benchmarks baselines digits    (simple methods on a ready config's task)
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from benchmarks.baselines import table
 from benchmarks.figure import draw
 from benchmarks.results import Section, markdown, shown
 from benchmarks.tasks import QUICK, Size
@@ -61,6 +64,14 @@ def run(names: Sequence[str], size: Size, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["baselines"]:
+        table.main(given[1:])
+    else:
+        sections(given)
+
+
+def sections(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch.optim import Adam
 
+from benchmarks.baselines.few_shot import few_shot_baselines
 from lightning_bilevel import (
     F2SA,
     MEHA,
@@ -29,7 +30,6 @@ from lightning_bilevel import (
     OptimizationBudget,
     StreamingIVSP,
 )
-from lightning_bilevel.baselines.fewshot import few_shot_baselines
 
 DATA: dict[str, Any] = {
     "omniglot": partial(OmniglotEpisodes, n_validation=100, n_test=100),

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from benchmarks import tasks
+from benchmarks.baselines.cleaning import TrustedSamples, error
 from benchmarks.memory import peak_bytes
 from benchmarks.results import Row, Section, installed, skipped
 from benchmarks.reweighting import (
@@ -46,7 +47,6 @@ from benchmarks.reweighting import (
 from benchmarks.streaming import Training
 from benchmarks.tasks import QUICK, Size
 from benchmarks.timing import ratio
-from lightning_bilevel.baselines.trusted import TrustedSamples, error
 from lightning_bilevel.modules.detection import detection
 
 FIT_NAME = f"{IVSP_NAME}, Trainer.fit"

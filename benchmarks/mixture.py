@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from examples.mixture import SOURCES, Transformer, learned, row_losses
+from examples.mixture import SOURCES, TextSources, Transformer, learned, row_losses
 from lightning_bilevel import F2SA, StreamingIVSP
-from lightning_bilevel.data.text import TextSources
 
 STEPS = 400
 PASSES = 3

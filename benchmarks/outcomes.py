@@ -23,8 +23,7 @@ import torch
 from benchmarks.random_problems import Drawn
 from lightning_bilevel import IVSP, BilevelError, certify
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.report.reading import advice
-from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.reading import Tally, advice
 
 BEFORE = Path(__file__).parent / "before.csv"
 SOLVED = 1e-2
@@ -119,7 +118,7 @@ def solve(drawn: Drawn, steps: int = 2000) -> tuple[Outcome, str]:
         relative, ending, words = math.inf, type(error).__name__, f"stopped: {error}"
     worst = highest / max(scales[2], 1e-300)
     return (
-        Outcome(drawn.name, relative, tally.iterations, tally.passes, lower, worst, ending),
+        Outcome(drawn.name, relative, tally.iterations, tally.calls.passes, lower, worst, ending),
         words,
     )
 

@@ -27,6 +27,19 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from benchmarks.annotators import ANNOTATORS, annotated
+from benchmarks.baselines.cleaning import (
+    Found,
+    TrustedSamples,
+    all_samples,
+    cross_validation,
+    error,
+    oracle,
+    rated_labels,
+    rated_sources,
+    self_training,
+    trusted_alone,
+)
 from lightning_bilevel import (
     F2SA,
     CleaningData,
@@ -39,19 +52,6 @@ from lightning_bilevel import (
     StreamingIVSP,
     TableRMS,
 )
-from lightning_bilevel.baselines.trusted import (
-    Found,
-    TrustedSamples,
-    all_samples,
-    cross_validation,
-    error,
-    oracle,
-    rated_labels,
-    rated_sources,
-    self_training,
-    trusted_alone,
-)
-from lightning_bilevel.data.annotators import ANNOTATORS
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
 
@@ -77,6 +77,11 @@ class Settings(NamedTuple):
 
 
 Method = Callable[[Any, Settings], Found]
+
+
+def data_of(name: str, kind: str) -> tuple[type[Any], dict[str, str]]:
+    """Return the class of the data with this noise, and its further arguments."""
+    return (annotated(DATA[name]), {}) if kind == "annotators" else (DATA[name], {"kind": kind})
 
 
 def samples_of(data: Any) -> TrustedSamples:
@@ -199,7 +204,7 @@ def measure(
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", choices=list(DATA), default="fashion_mnist")
-    parser.add_argument("--kind", default="pair")
+    parser.add_argument("--kind", choices=["uniform", "pair", "annotators"], default="pair")
     parser.add_argument("--corruption", type=float, default=0.6)
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
@@ -214,11 +219,12 @@ def main(arguments: list[str] | None = None) -> None:
     settings = Settings(*(getattr(given, name) for name in Settings._fields))
     for run in given.runs:
         seed, split = map(int, run.split("/"))
-        data: Any = DATA[given.data](
+        made, options = data_of(given.data, given.kind)
+        data: Any = made(
             n_train=given.noisy,
             n_validation=given.trusted + given.judge,
             corruption=given.corruption,
-            kind=given.kind,
+            **options,
             seed=split,
             batch_size=given.batch,
         )
@@ -227,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         if given.judge:
             judge = tuple(tensor[given.trusted :] for tensor in data.upper)
             data.upper = tuple(tensor[: given.trusted] for tensor in data.upper)
-        with_annotators = list(OF_ANNOTATORS) if data.annotators is not None else []
+        with_annotators = list(OF_ANNOTATORS) if given.kind == "annotators" else []
         for method in given.methods or [*METHODS, *with_annotators]:
             row = measure(data, method, seed, settings, judge)
             what = {"data": given.data, "kind": given.kind, "corruption": given.corruption}

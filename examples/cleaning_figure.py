@@ -8,15 +8,31 @@ Run: python examples/cleaning_figure.py configs/digits/ivsp.yaml --budget 2s --o
 from __future__ import annotations
 
 import argparse
+import copy
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import HyperCleaning, OptimizationBudget
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.data import CleaningData
-from lightning_bilevel.modules.retraining import retrain
+
+
+def retrain(classifier: nn.Module, images: Tensor, labels: Tensor) -> nn.Module:
+    """Train a copy from scratch with 300 steps of full-batch Adam."""
+    fresh = copy.deepcopy(classifier)
+    for layer in fresh.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    optimizer = torch.optim.Adam(fresh.parameters(), lr=0.01, weight_decay=1e-4)
+    for _ in range(300):
+        optimizer.zero_grad()
+        cross_entropy(fresh(images), labels).backward()
+        optimizer.step()
+    return fresh
 
 
 def main() -> None:

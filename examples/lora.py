@@ -9,6 +9,7 @@ Run: python examples/lora.py
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import F2SA, Reweighting, SourceWeights
-from lightning_bilevel.data.text import TextSources
 
 LENGTH = WIDTH = 64
 NAMES = ("code", "shuffled")
@@ -75,10 +75,19 @@ def loader(rows: Tensor, *more: Tensor, shuffle: bool = True) -> DataLoader[Any]
     return DataLoader(TensorDataset(rows[:, :-1], rows[:, 1:], *more), 16, shuffle=shuffle)
 
 
+def rows_of(name: str) -> Tensor:
+    """Return rows of characters in random order, from Python's library."""
+    paths = sorted(Path(os.__file__).parent.glob(name))
+    read = bytearray().join(path.read_bytes() for path in paths)
+    text = torch.frombuffer(read, dtype=torch.uint8).clamp(max=127).long()
+    rows = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    return rows[torch.randperm(len(rows))]
+
+
 def trained_on_prose(steps: int) -> Language:
     model = Language()
     optimizer = AdamW(model.parameters(), lr=2e-3)
-    rows = TextSources(["prose"]).rows
+    rows = rows_of("pydoc_data/topics.py")
     for index in torch.randint(len(rows), (steps, 16)):
         batch = rows[index]
         optimizer.zero_grad()
@@ -98,7 +107,9 @@ def with_adapters(model: Language) -> Language:
 
 def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     torch.manual_seed(0)
-    text = TextSources(NAMES)
+    trusted, test, clean, other = rows_of("*.py")[:4640].split([128, 512, 2000, 2000])
+    shuffled = other.gather(1, torch.rand(other.shape).argsort(1))
+    rows, source = torch.cat([clean, shuffled]), torch.arange(2).repeat_interleave(2000)
     model = with_adapters(trained_on_prose(30 if short else 300))
     upper = partial(AdamW, lr=2e-2, weight_decay=0.0)
     solver = partial(F2SA, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=3e-3))
@@ -106,8 +117,8 @@ def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     module = Reweighting(model, weights, row_losses, solver=solver)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(accelerator="cpu", max_steps=40 if short else 200, **quiet)
-    loaders = {"upper": loader(text.trusted), "lower": loader(text.rows, text.source)}
-    trainer.fit(module, loaders, loader(text.test, shuffle=False))
+    loaders = {"upper": loader(trusted), "lower": loader(rows, source)}
+    trainer.fit(module, loaders, loader(test, shuffle=False))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shares = dict(zip(NAMES, weights.shares().tolist(), strict=True))
     print(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained.")

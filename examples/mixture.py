@@ -12,7 +12,9 @@
 # %%
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,52 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import F2SA, Reweighting, SourceWeights, StreamingIVSP
-from lightning_bilevel.data.text import KINDS, TextSources
 
 LENGTH = 64
+SHUFFLED = {"code": 0.0, "1/8 shuffled": 1 / 8, "1/4 shuffled": 1 / 4, "1/2 shuffled": 1 / 2}
+SHUFFLED |= {"3/4 shuffled": 3 / 4, "shuffled": 1.0}
 SOURCES = {
     2: ("code", "shuffled"),
     4: ("code", "1/2 shuffled", "prose", "random"),
-    8: KINDS,
+    8: (*SHUFFLED, "prose", "random"),
 }
+
+
+# %% [markdown]
+# ## The text
+#
+# A row has 65 characters, numbers from 0 to 127. No row of code is in two sources.
+
+
+# %%
+class TextSources:
+    """2,000 rows of each source, and 128 trusted and 512 test rows of code."""
+
+    def __init__(self, names: Sequence[str], seed: int = 0, count: int = 2000) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        library = Path(os.__file__).parent
+        code = self.cut(sorted(library.glob("*.py")))
+        prose = self.cut([library / "pydoc_data" / "topics.py"])
+        self.trusted, self.test, code = code.tensor_split([128, 640])
+        parts = zip(SHUFFLED.items(), code.split(count), strict=False)
+        rows = {name: self.shuffled(part, share) for (name, share), part in parts}
+        rows["prose"] = prose[:count]
+        rows["random"] = torch.randint(32, 127, (count, LENGTH + 1), generator=self.generator)
+        self.rows = torch.cat([rows[name] for name in names])
+        self.source = torch.arange(len(names)).repeat_interleave(count)
+
+    def cut(self, paths: list[Path]) -> Tensor:
+        """Return the text of files as rows in random order."""
+        read = bytearray().join(path.read_bytes() for path in paths)
+        text = torch.frombuffer(read, dtype=torch.uint8).clamp(max=127).long()
+        rows = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+        return rows[torch.randperm(len(rows), generator=self.generator)]
+
+    def shuffled(self, rows: Tensor, share: float) -> Tensor:
+        """Shuffle the characters of each row at a random share of its places."""
+        order = torch.rand(rows.shape, generator=self.generator).argsort(1)
+        places = order[:, : round(share * rows.shape[1])]
+        return rows.scatter(1, places.sort(1).values, rows.gather(1, places))
 
 
 # %% [markdown]

@@ -27,9 +27,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_bilevel import BilevelError
 from lightning_bilevel.callbacks.optimization_budget import seconds
-from lightning_bilevel.cli.compare import compare
-from lightning_bilevel.cli.configs import read_config
-from lightning_bilevel.cli.method import Method
+from lightning_bilevel.cli.compare import Method, compare
 
 
 class PassBudget(Callback):
@@ -42,23 +40,20 @@ class PassBudget(Callback):
         trainer.should_stop = module.last_step.passes >= self.passes
 
 
-def loss_after(passes: int, file: Path, out: Path, test: bool = False) -> float:
+def loss_after(passes: int, file: Path, test: bool = False) -> float:
     """Return the validation loss of a config after so many passes, or inf if the run failed.
 
     With ``test`` all metrics of the validation and the test set are printed.
     """
-    config = read_config(file)
-    (out / config.name).mkdir(parents=True, exist_ok=True)
-    (out / config.name / "config.yaml").write_text(file.read_text())
-    method = Method(out, config, [PassBudget(passes)], enable_checkpointing="false")
+    method = Method(file, budget=1.0)
     try:
-        method.trainer.fit(method.model, datamodule=method.datamodule)
+        method.fit([PassBudget(passes)])
         method.trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
     except BilevelError as error:
-        print(f"{config.name}: {error}", flush=True)
+        print(f"{file.stem}: {error}", flush=True)
         return float("inf")
     loss = float(method.trainer.callback_metrics["val_loss"])
-    print(f"{config.name}: {loss:.4g} after {method.model.last_step.passes} passes", flush=True)
+    print(f"{file.stem}: {loss:.4g} after {method.model.last_step.passes} passes", flush=True)
     if test:
         found = dict(method.trainer.callback_metrics)
         method.trainer.test(method.model, datamodule=method.datamodule, verbose=False)
@@ -112,9 +107,7 @@ def main() -> None:
             (variants / f"{name}-{number}.yaml").write_text(yaml.safe_dump(config))
     files = [variants / f"{name}.yaml" for name in changes]
     if given.passes:
-        losses = {
-            file.stem: loss_after(given.passes, file, out / "runs", given.test) for file in files
-        }
+        losses = {file.stem: loss_after(given.passes, file, given.test) for file in files}
     else:
         results = compare(files, seconds(given.budget), out / "runs", evaluations=2)
         losses = {

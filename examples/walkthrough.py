@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from matplotlib import pyplot as plt
 
 from lightning_bilevel import IVSP, FullBatchDataModule, SineProblem
-from lightning_bilevel.report.reading import reading
+from lightning_bilevel.reading import reading
 
 short = "--short" in sys.argv
 

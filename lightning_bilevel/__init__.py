@@ -1,12 +1,7 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
-from lightning_bilevel.baselines.cleaning import cleaning_baselines as cleaning_baselines
-from lightning_bilevel.baselines.cleaning_report import CleaningReport as CleaningReport
-from lightning_bilevel.baselines.fewshot import few_shot_baselines as few_shot_baselines
-from lightning_bilevel.baselines.row import Baseline as Baseline
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
-from lightning_bilevel.callbacks import ConvergencePlot as ConvergencePlot
 from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
 from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
@@ -30,13 +25,11 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork as ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.qualification import StrictlyConvex as StrictlyConvex
-from lightning_bilevel.core.qualification import Verdict as Verdict
 from lightning_bilevel.core.qualification import cross_entropy_bound as cross_entropy_bound
 from lightning_bilevel.core.sets import Ball as Ball
 from lightning_bilevel.core.sets import Box as Box
 from lightning_bilevel.core.sets import ConvexSet as ConvexSet
 from lightning_bilevel.core.sets import Free as Free
-from lightning_bilevel.core.sets import NonNegative as NonNegative
 from lightning_bilevel.core.sets import Product as Product
 from lightning_bilevel.core.sets import Simplex as Simplex
 from lightning_bilevel.data import Chunks as Chunks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,32 +12,15 @@ from torch import Tensor
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
-from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.report.reading import advice, reading
-from lightning_bilevel.report.tally import Tally
+from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["Background", "Proved", "Solution", "solve", "solve_with"]
+__all__ = ["Proved", "Solution", "solve"]
 
-# What the looks of `solve(epsilon=...)` may add to the optimisation time.
+# What the certificates of `solve(epsilon=...)` may add to the optimisation time.
 _SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Background:
-    """What is known about a problem besides its functions; the certificates say it.
-
-    Attributes:
-        qualification: What is known about the constraint qualification.
-        kinks: The parts of f or g that are not differentiable, in words.
-        evaluated_on: The data of f and g, in words; empty for all data.
-    """
-
-    qualification: Qualification = "not known"
-    kinks: Sequence[str] = ()
-    evaluated_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,138 +117,84 @@ def solve(
         >>> bool(abs(solution.x - 0.5) < 0.05), bool(abs(solution.y - 0.5) < 0.05)
         (True, True)
     """
-    return solve_with(
-        "solve",
-        Background(),
-        problem,
-        (x0, y0),
-        solver,
-        max_steps,
-        envelope=envelope,
-        tolerance=tolerance,
-        epsilon=epsilon,
-    )
-
-
-def solve_with(
-    call: str,
-    background: Background,
-    problem: BilevelProblem,
-    start: tuple[Tensor, Tensor | None],
-    solver: SolverCallable,
-    max_steps: int,
-    *,
-    envelope: Envelope | None = None,
-    tolerance: float | None = None,
-    epsilon: float | None = None,
-) -> Solution:
-    """Run a solver on a problem of which more is known than its functions.
-
-    Args:
-        call: The call that asked for it, for messages.
-        background: What is known.
-        problem: As in :func:`solve`, and so are the others.
-        start: x0 and y0.
-        solver: Makes the solver.
-        max_steps: The number of outer iterations.
-        envelope: The Moreau envelope of the certificate.
-        tolerance: The accuracy of its proximal point.
-        epsilon: The KKT residual that ends the run.
-    """
-    if not isinstance(max_steps, int):
-        raise TypeError(f"`{call}(max_steps={max_steps!r})` must be a whole number.")
-    if max_steps < 1:
-        raise ValueError(f"`{call}(max_steps={max_steps})` must be at least 1.")
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(
-            f"`{call}(tolerance={tolerance})` must be positive, or None for what the dtype allows "
-            "comfortably."
-        )
-    if epsilon is not None and not epsilon > 0:
-        raise ValueError(
-            f"`{call}(epsilon={epsilon})` must be positive, or None to make all iterations."
-        )
-    x = _start("x0", start[0])
-    y0 = start[1]
+    for name, value in (("max_steps", max_steps), ("tolerance", tolerance), ("epsilon", epsilon)):
+        if value is not None and not value > 0:
+            raise ValueError(f"`solve({name}={value})` must be positive.")
+    x = _parameter(x0)
     if y0 is None:
         if not problem.single_level:
-            raise TypeError(
-                f"`{call}(y0=None)` must be a flat vector: the lower level needs a start."
-            )
+            raise TypeError("`solve(y0=None)`: the lower level needs a start, a flat vector.")
         y0 = torch.zeros_like(x[:1])
-    y = _start("y0", y0)
-    groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
-    optimizer = _build_solver(call, solver, groups)
+    y = _parameter(y0)
+    optimizer = solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
     # The solver projects its start onto the sets, so the check does too.
     gradients = problem.check(
         problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach())
     )
-    look = _Look(call, problem, optimizer, (x, y), envelope, tolerance, gradients, background)
+    certificates = _Certificates(problem, optimizer, (x, y), envelope, tolerance, gradients)
     history: list[StepInfo] = []
     tally = Tally()
     for _ in range(max_steps):
         info = optimizer.step(problem=problem)
         history.append(info)
         tally.add(info)
-        if epsilon is not None and look.reaches(epsilon, info):
+        if epsilon is not None and certificates.reach(epsilon, info):
             break
-    certificate = look.last()
+    certificate = certificates.last()
     reached = None
     if epsilon is not None and certificate is not None:
         reached = certificate.kkt <= epsilon
-    return Solution(x.detach(), y.detach(), certificate, history, tally, look.proved(), reached)
+    proved = certificates.proved()
+    return Solution(x.detach(), y.detach(), certificate, history, tally, proved, reached)
 
 
 @dataclass
-class _Look:
+class _Certificates:
     """The certificates of a run.
 
     Attributes:
-        call: The call that asked for them, for messages.
         problem: f, g and the sets.
         optimizer: The solver.
         point: The parameters x and y of the solver.
         envelope: The Moreau envelope; None is the solver's own.
         tolerance: The accuracy of the proximal point.
         start: The gradients at the start of the run.
-        background: What is known about the problem.
         seconds: The time that the certificates have taken.
         known: The last certificate of an iterate, with its iteration.
     """
 
-    call: str
     problem: BilevelProblem
     optimizer: BilevelOptimizer
     point: tuple[Tensor, Tensor]
     envelope: Envelope | None
     tolerance: float | None
     start: Start
-    background: Background
     seconds: float = 0.0
     known: tuple[int, Certificate] | None = None
 
-    def reaches(self, epsilon: float, info: StepInfo) -> bool:
-        """Tell whether the KKT residual is at most epsilon; not if it is too early for a look."""
+    def reach(self, epsilon: float, info: StepInfo) -> bool:
+        """Compare the KKT residual with epsilon, unless certificates took too long so far."""
         if self.seconds > _SHARE * info.optimization_time:
             return False
         certificate = self.last()
         if certificate is None:
             raise ValueError(
-                f"`{self.call}(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, "
-                f"and {type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
+                f"`solve(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, and "
+                f"{type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
             )
         return certificate.kkt <= epsilon
 
     def last(self) -> Certificate | None:
         """Return the certificate of the last iterate; None without an envelope."""
-        envelope = self.envelope or self.optimizer.envelope
+        solver = self.optimizer
+        envelope = self.envelope or solver.envelope
         if envelope is None:
             return None
-        iteration = self.optimizer.progress.iterations
+        iteration = solver.progress.iterations
         if self.known is None or self.known[0] != iteration:
             name = f"the last iterate, iteration {iteration}"
-            multipliers = self.optimizer.multiplier, self.optimizer.constraint_multipliers
-            self.known = iteration, self._certify(self.point, envelope, multipliers, name)
+            multiplier = solver.multiplier
+            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
         return self.known[1]
 
     def proved(self) -> Proved | None:
@@ -275,15 +203,14 @@ class _Look:
         envelope = self.optimizer.envelope
         if kept is None or envelope is None:
             return None
-        multipliers = kept.multiplier, kept.constraint_multipliers
-        certificate = self._certify((kept.x, kept.y), envelope, multipliers, str(kept))
+        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
         return Proved(kept.x, kept.y, certificate, kept.iteration)
 
     def _certify(
         self,
         point: tuple[Tensor, Tensor],
         envelope: Envelope,
-        multipliers: tuple[float | None, tuple[float, ...] | None],
+        multiplier: float | None,
         name: str,
     ) -> Certificate:
         began = time.perf_counter()
@@ -291,42 +218,15 @@ class _Look:
             self.problem,
             *point,
             envelope,
-            multiplier=multipliers[0],
-            constraint_multipliers=multipliers[1],
+            multiplier=multiplier,
             tolerance=self.tolerance,
-            qualification=self.background.qualification,
-            kinks=self.background.kinks,
             start=self.start,
-            evaluated_on=self.background.evaluated_on,
             point=name,
         )
         self.seconds += time.perf_counter() - began
         return certificate
 
 
-def _build_solver(call: str, solver: Any, params: list[dict[str, Any]]) -> BilevelOptimizer:
-    rule = (
-        "it must be a class of the library such as `IVSP`, or what makes a solver, such as "
-        "`functools.partial(IVSP, rho=0.5)`."
-    )
-    if not callable(solver):
-        kind = repr(solver) if isinstance(solver, str) else f"{type(solver).__name__}(...)"
-        raise TypeError(f"`{call}(solver={kind})` cannot be called with parameters: {rule}")
-    made = solver(params)
-    if not isinstance(made, BilevelOptimizer):
-        name = getattr(solver, "__name__", type(solver).__name__)
-        raise TypeError(
-            f"`{call}(solver={name})` made a {type(made).__name__}, which is no "
-            f"`BilevelOptimizer`: {rule}"
-        )
-    return made
-
-
-def _start(name: str, value: Any) -> Tensor:
-    start = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    if start.ndim > 1 or not start.is_floating_point():
-        kind = f"shape {tuple(start.shape)}" if start.ndim > 1 else f"dtype {start.dtype}"
-        raise ValueError(
-            f"`solve({name})` has {kind}: it must be a flat vector of floating-point numbers."
-        )
-    return start.detach().reshape(-1).clone().requires_grad_()
+def _parameter(start: Any) -> Tensor:
+    given = start if isinstance(start, Tensor) else torch.as_tensor(start)
+    return given.detach().reshape(-1).clone().requires_grad_()

@@ -1,11 +1,10 @@
-"""The tables that are printed: pairs of words under a title, and rows in columns."""
+"""The tables that are printed: pairs of words under a title."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
-__all__ = ["columns", "table"]
+__all__ = ["table"]
 
 # As wide as the sentences below a certificate, but for names that leave no room.
 _WIDTH = 110
@@ -22,22 +21,3 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
         lines += [f"{' ' * left}  {line}" for line in more]
     width = max(map(len, lines))
     return "\n".join([f"{title} ".ljust(width, "-"), *lines, "-" * width])
-
-
-def columns(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Lay out rows in columns, the first of them as the head.
-
-    Args:
-        rows: The rows, all of the same length. Their last column is aligned to the left.
-        left: The number of columns that are aligned to the left at the beginning.
-    """
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < left or i == len(row) - 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)

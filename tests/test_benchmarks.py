@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from benchmarks import __main__ as command
 from benchmarks import (
     accuracy,
-    baselines,
     boat,
     contenders,
     growing,
@@ -39,11 +38,13 @@ from benchmarks import (
     trusted,
     trusted_figure,
 )
+from benchmarks.baselines import table
+from benchmarks.baselines.cleaning import TrustedSamples
+from benchmarks.baselines.row import Baseline
 from benchmarks.results import Curve, Row, Section
 from benchmarks.timing import doublings, exponent, in_turns, ratio
 from lightning_bilevel import (
     F2SA,
-    Baseline,
     BilevelError,
     DigitsCleaning,
     Envelope,
@@ -51,7 +52,6 @@ from lightning_bilevel import (
     StreamingIVSP,
     certify,
 )
-from lightning_bilevel.baselines.trusted import TrustedSamples
 
 TINY = tasks.Size(
     n=20,
@@ -161,8 +161,8 @@ def test_baselines_are_a_table_of_means_and_half_ranges(
         oracle = Baseline("oracle", {"test_error": 0.1}, 2.0)
         return [Baseline("simple", {"test_error": 0.1 * seed, "iteration": 10 + seed}, 1.0), oracle]
 
-    monkeypatch.setattr(baselines, "baselines", made)
-    baselines.main(["digits", "--seeds", "1", "2", "6", "--out", str(tmp_path)])
+    monkeypatch.setattr(table, "baselines", made)
+    command.main(["baselines", "digits", "--seeds", "1", "2", "6", "--out", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[:4] == [
         "| digits | test_error | iteration | seconds |",
         "| --- | --- | --- | --- |",
@@ -176,7 +176,7 @@ def test_baselines_are_a_table_of_means_and_half_ranges(
         "seconds": 1.0,
     }
     with pytest.raises(SystemExit):
-        baselines.main(["nothing"])
+        command.main(["baselines", "nothing"])
 
 
 def test_an_exponent_is_that_of_the_power_law() -> None:
@@ -290,8 +290,9 @@ def test_methods_with_trusted_samples_are_judged_alike(
     # Only the network of the trusted samples must have learned something.
     if method != "trusted":
         monkeypatch.setattr(trusted, "TrustedSamples", HASTY)
-    kind: Any = "annotators" if method in trusted.OF_ANNOTATORS else "pair"
-    data = DigitsCleaning(300, 40, corruption=0.6, kind=kind, batch_size=32)
+    kind = "annotators" if method in trusted.OF_ANNOTATORS else "pair"
+    made, options = trusted.data_of("digits", kind)
+    data = made(300, 40, corruption=0.6, batch_size=32, **options)
     data.setup()
     assert data.corrupted is not None
     row = trusted.measure(data, method, 0, trusted.Settings(steps=3))

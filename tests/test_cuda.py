@@ -169,15 +169,12 @@ class TestTrainer:
         assert trainer.global_step == epochs * 4
         return module
 
-    def test_fit_certify_and_polish(self, tmp_path: Path) -> None:
+    def test_fit_and_certify(self, tmp_path: Path) -> None:
         module = self.fit(tmp_path, "gpu", 2)
         device = torch.device("cuda", 0)
         module.to(device)
         certificate = module.certify()
         assert certificate.evaluated_on.startswith("all data (20 upper and 30 lower samples)")
-        solution = module.polish(2)
-        assert solution.x.device == solution.y.device == device
-        assert len(solution.history) == 2
 
     @pytest.mark.parametrize(("first", "second"), [("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu")])
     def test_resume(self, tmp_path: Path, first: str, second: str) -> None:

@@ -59,7 +59,7 @@ ON_THE_HOST = {
     "core.curvature": "one generator draws the same direction on every device",
     "core.sets": "the bounds are kept there, and copied once for each device of a variable",
     "plugin.buffers": "one generator draws the same numbers on every device",
-    "plugin.publishing": "loggers and progress bars read them",
+    "plugin.loggers": "loggers and progress bars read them",
     "plugin.random_numbers": "a seed, drawn from the generator that users seed",
     "solvers.torch_rule": "experiments on eight numbers",
 }

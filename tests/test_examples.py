@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import importlib
 import runpy
 import sys
@@ -19,12 +18,9 @@ import torch
 from matplotlib import pyplot as plt
 from places import ROOT
 
-from lightning_bilevel.data.text import TextSources
-
 EXAMPLES = ROOT / "examples"
 NAMES = [
     "sine",
-    "clean_your_data",
     "few_shot_glyphs",
     "regularisation",
     "imbalance",
@@ -37,7 +33,7 @@ NAMES = [
     "walkthrough",
 ]
 # Those that are notebooks, too; docs/make_notebooks.py runs them.
-NOTEBOOKS = ["walkthrough", "clean_your_data", "regularisation", "mixture"]
+NOTEBOOKS = ["walkthrough", "regularisation", "mixture"]
 
 
 def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -65,10 +61,10 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert f"python examples/{name}.py" in text
     assert '"--short" in sys.argv' in text
     if name in NOTEBOOKS:
-        assert len(text.splitlines()) <= 150
+        assert len(text.splitlines()) <= 180
         assert text.startswith("# %% [markdown]\n# # ")
     else:
-        assert len(text.splitlines()) <= 120
+        assert len(text.splitlines()) <= 135
         assert ast.get_docstring(ast.parse(text))
 
 
@@ -100,17 +96,6 @@ def test_sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the solution, up to what the relaxation gives away
     assert x == pytest.approx(2.356, abs=0.1)
     assert y == pytest.approx(4.356, abs=0.1)
-
-
-@pytest.mark.integration
-def test_clean_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = run_cells("clean_your_data", tmp_path, monkeypatch).errors
-    assert errors["kept samples and validation set"] < min(
-        errors["all noisy labels"], errors["the clean validation set alone"] + 0.005
-    )
-    with (tmp_path / "suspicious.csv").open() as file:
-        worst = list(csv.DictReader(file))[:100]
-    assert sum(row["given_label"] != row["predicted_label"] for row in worst) > 95
 
 
 @pytest.mark.integration
@@ -187,7 +172,6 @@ def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first 16 characters of a row tell code from shuffled code as well.
     module = importlib.import_module("examples.lora")
     monkeypatch.setattr(module, "LENGTH", 16)
-    monkeypatch.setattr(module, "TextSources", partial(TextSources, length=16))
     found = run("lora", tmp_path, monkeypatch)
     # 40 steps of AdamW move each of the two logits by about 40 * 0.02: 1/(1 + e^-1.6) = 0.83.
     assert found["shares"]["code"] == pytest.approx(0.83, abs=0.1)

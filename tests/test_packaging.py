@@ -38,8 +38,8 @@ def test_a_plain_install_has_what_package_and_examples_import() -> None:
     dependencies = PROJECT.split("\ndependencies = [")[1].split("\n]")[0]
     plain = set(re.findall(r'^  "([\w-]+)', dependencies, re.MULTILINE))
     called = {"scikit-learn": "sklearn", "PyYAML": "yaml", "typing-extensions": "typing_extensions"}
-    # numpy and pillow come with torchvision; who has cleanlab gets a baseline more.
-    allowed = {called.get(name, name) for name in plain} | {"numpy", "PIL", "cleanlab"}
+    # numpy and pillow come with torchvision.
+    allowed = {called.get(name, name) for name in plain} | {"numpy", "PIL"}
     here = {"lightning_bilevel", "examples", *sys.stdlib_module_names}
     files = [*(ROOT / "lightning_bilevel").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     imported = {

@@ -1,8 +1,8 @@
 """Record the paths of all exact solvers, and compare two records.
 
-``python tools/paths.py save FILE`` makes some 300 runs on the problems of ``tests/support`` and writes
-each run's last point, calls and records. ``python tools/paths.py compare A B`` lists what differs. Run it
-on the commit before and the commit after a change that must not change a path.
+``python tools/paths.py save FILE`` makes some 300 runs on the problems of ``tests/support`` and
+writes each run's last point, calls and records. ``python tools/paths.py compare A B`` lists what
+differs. Run it on the commit before and the commit after a change that must not change a path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 SUPPORT = Path(os.environ.get("PATHS_SUPPORT", Path(__file__).parents[1] / "tests" / "support"))
 sys.path.insert(0, str(SUPPORT))
 
-import torch
-from helpers import PROBLEMS, groups, paper_constants, point_of
+import torch  # noqa: E402
+from helpers import PROBLEMS, groups, paper_constants, point_of  # noqa: E402
 
-import lightning_bilevel.solvers as solvers
+import lightning_bilevel.solvers as solvers  # noqa: E402
 
 torch.set_num_threads(1)
 STEPS = 30
@@ -129,7 +129,8 @@ def main(command: str, *files: str) -> None:
     """Save or compare."""
     if command == "save":
         made = {
-            name: record(problem, make, units, dtype) for name, problem, make, units, dtype in runs()
+            name: record(problem, make, units, dtype)
+            for name, problem, make, units, dtype in runs()
         }
         torch.save(made, files[0])
         errors = sum(bool(run["ended"]) for run in made.values())

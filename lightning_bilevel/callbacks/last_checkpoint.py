@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.optimization_budget import Duration, seconds
+from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.core.errors import BilevelError, CheckpointError
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.processes import any_of
@@ -42,7 +40,7 @@ class LastCheckpoint(ModelCheckpoint):
         interval: The time between two saves, such as ``30s`` or ``5m``.
     """
 
-    def __init__(self, dirpath: str | Path, interval: Duration = "30s") -> None:
+    def __init__(self, dirpath: str | Path, interval: str | float = "30s") -> None:
         super().__init__(dirpath, save_top_k=0, save_last=True)
         self.interval = seconds(interval)
         self._saved_at: float | None = None
@@ -56,16 +54,6 @@ class LastCheckpoint(ModelCheckpoint):
         assert self.dirpath is not None
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileIO()
-        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            try:
-                os.makedirs(self.dirpath, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.dirpath):
-                    pass
-            except OSError as error:
-                raise CheckpointError(
-                    f"no checkpoint can be written to {self.dirpath} ({error}): name another "
-                    "folder."
-                ) from error
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,9 +98,8 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # This step is already saved, but the other callbacks have finished since: save it again.
-        before = self._last_global_step_saved
         self._last_global_step_saved = -1
-        self._save(trainer, before)
+        self._save(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -151,21 +138,15 @@ class LastCheckpoint(ModelCheckpoint):
         if terminated:
             raise SIGTERMException
 
-    def _save(self, trainer: Trainer, before: int | None = None) -> None:
-        """Save the state; ``before`` is the iteration of the file that is there already."""
+    def _save(self, trainer: Trainer) -> None:
         if self._should_skip_saving_checkpoint(trainer):
             return
-        if before is None:
-            before = self._last_global_step_saved
         try:
             self._save_last_checkpoint(trainer, {})
         except OSError as error:
-            if before:
-                kept = f"the one before, of iteration {before}, is still there"
-            else:
-                kept = "there is none from before"
             raise CheckpointError(
-                f"the checkpoint {self.last_model_path} could not be written ({error}): {kept}."
+                f"the checkpoint {self.last_model_path} could not be written ({error}): the file "
+                "from before is unchanged."
             ) from error
         self._saved_at = time.monotonic()
 
@@ -192,10 +173,7 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def _is_ending(trainer: Any) -> bool:
-    """Tell at the end of an epoch whether the run ends with it.
-
-    Lightning's own `fit_loop.done` would also print and count.
-    """
+    """Compare steps and epochs with their limits; `fit_loop.done` would also print and count."""
     steps = trainer.global_step
     epochs = trainer.fit_loop.epoch_progress.current.processed
     limits = ((steps, trainer.max_steps), (epochs, trainer.max_epochs))

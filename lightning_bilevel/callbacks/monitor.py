@@ -1,36 +1,24 @@
-"""The common part of the monitors: what they watch, when they look, where their numbers go."""
+"""The monitors of the solver: updates of its penalty, and the cost of its iterations."""
 
 from __future__ import annotations
 
-import math
-import time
-from abc import abstractmethod
-from typing import Any, ClassVar
+from dataclasses import asdict
+from typing import Any
 
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.tensorboard import show_layout
-from lightning_bilevel.core.certificate import Certificate
-from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.plugin.loggers import log_numbers
-from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.plugin.loggers import log_text, publish
+from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.record import StreamInfo
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
 
-__all__ = [
-    "CertificateMonitor",
-    "Monitor",
-    "is_underway",
-    "publish",
-    "solver_of",
-    "usual_tolerance",
-]
+__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of", "usual_tolerance"]
+
+# What the record says of an update of the penalty.
+_EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "step_bound")
+# How many updates the logged text shows; `events` has them all.
+_SHOWN = 30
 
 
 def solver_of(trainer: Trainer) -> BilevelOptimizer:
@@ -38,27 +26,6 @@ def solver_of(trainer: Trainer) -> BilevelOptimizer:
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, BilevelOptimizer)
     return optimizer
-
-
-def publish(trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-    """Give numbers to callbacks (``trainer.callback_metrics``) and loggers.
-
-    `self.log` would take milliseconds for this.
-    """
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-    log_numbers(trainer, metrics, iteration)
-
-
-def is_underway(trainer: Trainer, pl_module: Any) -> bool:
-    """Tell whether a validation belongs to a fit that has made a step.
-
-    `Trainer.validate` and the sanity check before training do not.
-    """
-    return (
-        trainer.state.fn == TrainerFn.FITTING
-        and not trainer.sanity_checking
-        and pl_module.last_step is not None
-    )
 
 
 def usual_tolerance(trainer: Trainer) -> float:
@@ -77,187 +44,158 @@ class Monitor(Callback):
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
-        every_n_seconds: Look whenever this many seconds have passed.
     """
 
-    def __init__(
-        self, every_n_steps: int | None = None, every_n_seconds: float | None = None
-    ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("every_n_seconds", every_n_seconds)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(
-                    f"`{type(self).__name__}({name}={value})` must be positive and finite, or None."
-                )
+    def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = every_n_steps
-        self.every_n_seconds = every_n_seconds
-        self._looked = 0.0
-        self._published: dict[str, float] = {}
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, BilevelMixin):
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` was given a {type(pl_module).__name__}: it needs a "
-                "bilevel module, whose solver it watches."
-            )
-        self._looked = time.monotonic()
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        first_monitor = next(c for c in callbacks if isinstance(c, Monitor))
-        if first_monitor is self:
-            if not trainer.loggers:
-                rank_zero_info(
-                    "There is no logger: what the monitors find is in `trainer.callback_metrics`, "
-                    "and in the certificate at the end."
-                )
-            show_layout(trainer, solver_of(trainer))
+        self._published: set[str] = set()
 
     @override
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._published:
-            for name in self._published:
-                trainer.callback_metrics.pop(name, None)
-            self._published = {}
+        for name in self._published:
+            trainer.callback_metrics.pop(name, None)
+        self._published.clear()
 
     def publish(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         """Give numbers of the current iteration to callbacks and loggers."""
-        self._published |= metrics
+        self._published |= set(metrics)
         publish(trainer, metrics, iteration)
 
     def due(self, iteration: int, usual: int | None = None) -> bool:
-        """Tell whether an interval has passed: the user's, or else the usual number of steps."""
+        """Return whether the user's interval has passed, or else the usual one."""
         steps = self.every_n_steps or usual
-        if steps is not None and iteration % steps == 0:
-            return True
-        if (
-            self.every_n_seconds is not None
-            and time.monotonic() - self._looked >= self.every_n_seconds
-        ):
-            self._looked = time.monotonic()
-            return True
-        return False
+        return bool(steps) and iteration % steps == 0  # type: ignore[operator]
 
 
-class CertificateMonitor(Monitor):
-    """A monitor that looks at the certificate of the current point.
+class PenaltyMonitor(Monitor):
+    r"""Records every update of the penalty, and how long it has been constant.
 
-    It looks at the given intervals, at the end, and at every validation as long as all certificates
-    together have taken at most a share of the optimisation time. If another callback
-    (EarlyStopping, ModelCheckpoint) monitors one of its numbers, it looks whenever that callback
-    does, whatever the share. Monitors that look at the same point share one evaluation, which does
-    not count as optimisation time.
-
-    In a run on a growing sample f and g are those of all data, in every stage. In a run on
-    mini-batches they are those of a fixed sample, the first eight batches of the run, in eval mode.
-    A certificate that cannot be evaluated there is a warning, once, and no end of the run.
+    IVSP strengthens its penalty if :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
+    :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears
+    at once as a point of the series ``bilevel/penalty_at_update``, with the new :math:`\gamma`.
+    ``bilevel/penalty_constant_for`` (iterations since the last one) appears at the interval, the
+    table of updates as text at the end. For a method without such a penalty there is nothing to
+    report.
 
     Args:
-        every_n_steps: Look at every n-th outer iteration.
-        every_n_seconds: Look whenever this many seconds have passed.
-        share: The time for looks at validation, as a share of the optimisation time; ``inf`` looks
-            at every validation, 0 at the first one only.
-        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-3, as in the paper, and 1e-6 in float64, which resolves the stationarity better.
-        envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
+        every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
+
+    Attributes:
+        events: The updates, each with iteration, gamma, gamma_next, residual, threshold
+            (:math:`2 a_\phi \mu`), step, and step_bound (:math:`c_2 \mu \gamma`).
+        iteration: The latest iteration.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int | None = None,
-        every_n_seconds: float | None = None,
-        share: float = 0.01,
-        tolerance: float | None = None,
-        envelope: Envelope | None = None,
-    ) -> None:
-        super().__init__(every_n_steps, every_n_seconds)
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"`{type(self).__name__}(tolerance={tolerance})` must be positive.")
-        if not share >= 0:
-            raise ValueError(f"`{type(self).__name__}(share={share})` must be at least 0.")
-        self.share = share
-        self.tolerance = tolerance
-        self.envelope = envelope
-        self._seen = 0
-        self._warned = False
-        self._watched_by: list[Any] = []
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.events: list[dict[str, float]] = []
+        self.iteration = 0
 
-    # A run on mini-batches keeps a sample of its data for it.
-    looks_at_certificates: ClassVar[bool] = True
-    # The names of the numbers that it publishes.
-    names: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def observe(
-        self, trainer: Trainer, pl_module: Any, certificate: Certificate, iteration: int
-    ) -> None:
-        """Use the certificate of the current point."""
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        self._seen = 0
-        self._warned = False
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._watched_by = [
-            callback for callback in callbacks if getattr(callback, "monitor", None) in self.names
-        ]
+    @property
+    def constant_for(self) -> int:
+        """For how many iterations the penalty has been constant."""
+        return self.iteration - int(self.events[-1]["iteration"] if self.events else 0)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        due = self.due(pl_module.last_step.iteration)
-        if self.every_n_seconds is not None:
-            # The clocks of the processes differ, and a certificate needs all processes.
-            due = trainer.strategy.broadcast(due)
-        if due or any(_saves_at(callback, trainer.global_step) for callback in self._watched_by):
-            self._look(trainer, pl_module)
-
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if is_underway(trainer, pl_module) and (
-            self._watched_by or pl_module.may_evaluate(self.share)
-        ):
-            self._look(trainer, pl_module)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._watched_by:
-            self._look(trainer, pl_module)
+        info = pl_module.last_step
+        if not isinstance(info, PenaltyInfo):
+            return
+        self.iteration = info.iteration
+        if info.penalty_updated:
+            self.events.append({name: getattr(info, name) for name in _EVENT})
+            updated = {"bilevel/penalty_at_update": info.gamma_next}
+            self.publish(trainer, updated, info.iteration)
+        if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
+            self._report(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._look(trainer, pl_module)
+        if isinstance(pl_module.last_step, PenaltyInfo):
+            self._report(trainer)
+            log_text(trainer, "penalty updates", self.text(), self.iteration)
 
-    def _look(self, trainer: Trainer, pl_module: Any) -> None:
-        if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
-            return
-        tolerance = self.tolerance or usual_tolerance(trainer)
-        on_mini_batches = isinstance(pl_module.last_step, StreamInfo)
-        try:
-            certificate = pl_module.certify(
-                envelope=self.envelope, tolerance=tolerance, sample=on_mini_batches
-            )
-        except BilevelError as error:
-            if not on_mini_batches:
-                raise
-            # A run on mini-batches goes on without it.
-            if not self._warned:
-                rank_zero_warn(f"{type(self).__name__} has no certificate to look at: {error}")
-            self._warned = True
-            return
-        if certificate is not None:
-            if certificate.evaluated_on and not self._seen:
-                rank_zero_info(f"{type(self).__name__} looks at {certificate.evaluated_on}.")
-            self._seen = pl_module.last_step.iteration
-            self.observe(trainer, pl_module, certificate, self._seen)
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": self.events, "iteration": self.iteration}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.events = state_dict["events"]
+        self.iteration = state_dict["iteration"]
+
+    def text(self) -> str:
+        """Return the latest updates as a Markdown table."""
+        numbers = [[f"{value:.4g}" for value in e.values()] for e in self.events[-_SHOWN:]]
+        rows = [" | ".join(row) for row in (_EVENT, ["---"] * len(_EVENT), *numbers)]
+        lines = [f"| {row} |" for row in rows]
+        return "\n".join([*lines, "", f"Constant for the last {self.constant_for} iterations."])
+
+    def _report(self, trainer: Trainer) -> None:
+        constant = {"bilevel/penalty_constant_for": float(self.constant_for)}
+        self.publish(trainer, constant, self.iteration)
 
 
-def _saves_at(callback: Any, step: int) -> bool:
-    """Tell whether a ModelCheckpoint looks at its monitored quantity after a step."""
-    every = getattr(callback, "_every_n_train_steps", 0)
-    return bool(every >= 1 and step % every == 0)
+class SolverMonitor(Monitor):
+    r"""Logs the cost of the solver's iterations averaged over the interval, and its parameters.
+
+    For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
+    look), ``bilevel/calls_upper`` and the other evaluations by kind, and ``bilevel/passes`` (since
+    the start). For IVSP it also logs ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature``
+    (L), ``bilevel/curvature_start`` (the L that the line search started from) and
+    ``bilevel/mean_trials``.
+
+    Args:
+        every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
+
+    Attributes:
+        tally: The counts since the start of the run.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.tally = Tally()
+        self._before = Tally()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._before = Tally(**vars(self.tally))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        info: StepInfo = pl_module.last_step
+        self.tally.add(info)
+        if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
+            self._report(trainer, info)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.tally.iterations > self._before.iterations:
+            self._report(trainer, pl_module.last_step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.tally.as_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tally = Tally.from_dict(state_dict)
+
+    def _report(self, trainer: Trainer, info: StepInfo) -> None:
+        now, before = self.tally, self._before
+        steps = now.iterations - before.iterations
+        inner = now.inner_iterations - before.inner_iterations
+        metrics = {f"bilevel/calls_{name}": count for name, count in asdict(now.calls).items()}
+        metrics |= {"bilevel/mean_inner_iterations": inner / steps, "bilevel/passes": info.passes}
+        if isinstance(info, PenaltyInfo):
+            metrics |= {tag_of(name): getattr(info, name) for name in ("zeta", "L", "L_start")}
+            metrics["bilevel/mean_trials"] = (now.trials - before.trials) / steps
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.publish(trainer, numbers, info.iteration)
+        self._before = Tally(**vars(now))

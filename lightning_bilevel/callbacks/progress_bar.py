@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.moreau_gap_monitor import MoreauGapMonitor
+from lightning_bilevel.callbacks.certificate_monitor import MoreauGapMonitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
 from lightning_bilevel.plugin.mixin import BilevelMixin
 
@@ -20,17 +20,12 @@ class BilevelProgressBar(TQDMProgressBar):
     """Shows validation metrics, the last step's f, Moreau gap and penalty, and the budget left.
 
     If the solver does not know the gap, the bar shows the latest violation of a monitor instead. It
-    is drawn at most four times a second.
-
-    Lightning's own bar is drawn at every step, which takes a good part of a millisecond. It shows
-    only numbers that were logged with ``self.log``, which takes longer.
+    is drawn at most four times a second: Lightning's own is drawn at every step, which takes a good
+    part of a millisecond.
     """
 
     INTERVAL = 0.25
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._drawn = 0.0
+    _drawn = 0.0
 
     @override
     def on_train_batch_end(
@@ -45,26 +40,17 @@ class BilevelProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        shown = super().get_metrics(trainer, pl_module)
-        shown = {
-            name: value
-            for name, value in shown.items()
-            if name != "v_num" and not name.startswith("bilevel/")
-        }
+        usual = super().get_metrics(trainer, pl_module).items()
+        shown = {key: v for key, v in usual if key != "v_num" and not key.startswith("bilevel/")}
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             metrics = pl_module.last_step.metrics()
-            callbacks = cast(Any, trainer).callbacks
-            violation = next((c.latest for c in callbacks if isinstance(c, MoreauGapMonitor)), None)
-            if violation is not None:
-                metrics.setdefault("bilevel/moreau_gap", violation)
+            for callback in cast(Any, trainer).callbacks:
+                if isinstance(callback, MoreauGapMonitor) and callback.latest is not None:
+                    metrics.setdefault("bilevel/moreau_gap", callback.latest)
+                if isinstance(callback, OptimizationBudget):
+                    left = callback.budget - pl_module.last_step.optimization_time
+                    shown["left"] = f"{max(left, 0.0):.1f}s"
             for label, name in (("f", "upper"), ("gap", "moreau_gap"), ("gamma", "penalty")):
                 if f"bilevel/{name}" in metrics:
-                    shown[label] = f"{metrics[f'bilevel/{name}']:.3g}"
-            budgets = [c.budget for c in callbacks if isinstance(c, OptimizationBudget)]
-            if budgets:
-                left = max(min(budgets) - pl_module.last_step.optimization_time, 0.0)
-                shown["left"] = f"{left:.1f}s"
-        return {
-            key: f"{value:.3g}" if isinstance(value, float) else value
-            for key, value in shown.items()
-        }
+                    shown[label] = metrics[f"bilevel/{name}"]
+        return {key: f"{v:.3g}" if isinstance(v, float) else v for key, v in shown.items()}

@@ -5,112 +5,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-__all__ = ["TASKS", "Task", "folder", "listing", "main", "ready", "with_ready_configs"]
+from lightning_bilevel.table import table
 
-# The names of tasks on mini-batches begin and end like this.
-_TRUSTED = "trusted/"
-_STREAMED = "_mini_batches"
+__all__ = ["TASKS", "folder", "main", "ready", "with_ready_configs"]
+
 _HERE = Path(__file__).parents[1]
-
-
-class Task(NamedTuple):
-    """A folder of configs, one for each method. Mini-batches are for the streaming methods alone.
-
-    Attributes:
-        name: The name of the folder, within that of the ready configs.
-        about: A description of the problem.
-        data: The data that it needs besides the library.
-        time: The duration of a fit with IVSP (StreamingIVSP) on one or two CPU cores.
-    """
-
-    name: str
-    about: str
-    data: str
-    time: str
-
-
-def _trusted(data: str, things: str, needs: str) -> list[Task]:
-    """Return the tasks with a few trusted samples beside 59,000 noisy ones."""
-    about = {
-        "pair_100": f"59,000 {things}, 60 % in the next class, 100 trusted",
-        "pair_1000": f"59,000 {things}, 60 % in the next class, 1,000 trusted",
-        "uniform_100": f"59,000 {things}, half in any class, 100 trusted",
-        "annotators_100": f"59,000 {things}, twenty annotators, 100 trusted",
-    }
-    return [
-        Task(
-            f"{_TRUSTED}{data}_{name}",
-            words,
-            f"{needs}, 53 MB",
-            "half a minute",
-        )
-        for name, words in about.items()
-    ]
-
-
-TASKS = (
-    Task("synthetic", "a nonconvex lower level with a known solution", "none", "seconds"),
-    Task("digits", "find wrong labels among 600 digits", "none", "seconds"),
-    Task("glyphs", "few-shot learning of drawn characters", "none", "1 to 2 minutes"),
-    Task(
-        "mnist",
-        "find wrong labels among 5,000 digits",
-        "MNIST, 53 MB",
-        "about a minute",
-    ),
-    Task(
-        "fashion_mnist",
-        "find wrong labels among 5,000 garments",
-        "FashionMNIST, 53 MB",
-        "about a minute",
-    ),
-    Task(
-        "digits_mini_batches",
-        "1,000 digits, 100 trusted, mini-batches",
-        "none",
-        "half a minute",
-    ),
-    Task(
-        "mnist_mini_batches",
-        "59,000 digits, 100 trusted, mini-batches",
-        "MNIST, 53 MB",
-        "half a minute",
-    ),
-    Task(
-        "fashion_mnist_mini_batches",
-        "59,000 garments, 100 trusted, mini-batches",
-        "FashionMNIST, 53 MB",
-        "half a minute",
-    ),
-    *_trusted("mnist", "digits", "MNIST"),
-    *_trusted("fashion_mnist", "garments", "FashionMNIST"),
-    Task(
-        "omniglot_cpu",
-        "few-shot learning, a size for two CPU cores",
-        "Omniglot, 14 MB",
-        "5 minutes",
-    ),
-    Task(
-        "omniglot",
-        "few-shot learning, the paper's size",
-        "Omniglot, 14 MB",
-        "an hour, or a GPU",
-    ),
-    Task(
-        "glyphs_mini_batches",
-        "few-shot learning on fresh episodes",
-        "none",
-        "about a minute",
-    ),
-    Task(
-        "omniglot_mini_batches",
-        "few-shot learning on fresh episodes",
-        "Omniglot, 14 MB",
-        "1 to 2 minutes",
-    ),
-)
+# A folder of configs, one for each method: the problem, its data, and the time of a fit with IVSP
+# on two CPU cores.
+TASKS = {
+    "synthetic": "a nonconvex lower level with a known solution (no data, seconds)",
+    "digits": "find wrong labels among 600 digits (no download, seconds)",
+    "mnist": "find wrong labels among 5,000 digits (MNIST, 53 MB; a minute)",
+    "fashion_mnist": "find wrong labels among 5,000 garments (FashionMNIST, 53 MB; a minute)",
+    "glyphs": "few-shot learning of drawn characters (no download, 2 minutes)",
+    "omniglot": "few-shot learning, the paper's size (Omniglot, 14 MB; an hour, or a GPU)",
+    "omniglot_cpu": "few-shot learning, a size for two cores (Omniglot, 14 MB; 5 minutes)",
+    "digits_mini_batches": "1,000 digits, 100 trusted (no download, half a minute)",
+    "mnist_mini_batches": "59,000 digits, 100 trusted (MNIST, 53 MB; half a minute)",
+    "fashion_mnist_mini_batches": "59,000 garments, 100 trusted (FashionMNIST; half a minute)",
+    "glyphs_mini_batches": "few-shot learning on fresh episodes (no download, a minute)",
+    "omniglot_mini_batches": "few-shot learning on fresh episodes (Omniglot; 2 minutes)",
+    "trusted": "59,000 images with wrong labels, few trusted (half a minute; F2SA, StreamingIVSP)",
+}
+_FOOT = """\
+Each task is followed by its methods:
+  lightning-bilevel fit --config synthetic/ivsp                   solve it
+  lightning-bilevel fit --config synthetic/ivsp --print_config    see all settings
+  lightning-bilevel compare synthetic --budget 1s                 all methods, equal time
+Data are downloaded, or read from the folder $LIGHTNING_BILEVEL_DATA.
+The files lie in {}."""
 
 
 def folder() -> Path:
@@ -128,16 +52,8 @@ def ready(path: Path) -> Path:
         >>> ready(Path("my/own.yaml"))
         PosixPath('my/own.yaml')
     """
-    if path.exists() or path.is_absolute():
-        return path
-    name = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
-    if not name.parts or ".." in name.parts:
-        return path
-    found = folder() / name
-    for candidate in (found, found.with_name(f"{found.name}.yaml")):
-        if candidate.exists():
-            return candidate
-    return path
+    found = folder() / path
+    return next((p for p in (path, found, Path(f"{found}.yaml")) if p.exists()), path)
 
 
 def with_ready_configs(args: Sequence[str]) -> list[str]:
@@ -156,54 +72,13 @@ def with_ready_configs(args: Sequence[str]) -> list[str]:
     return result
 
 
-def listing() -> str:
-    """Return the ready configs as a table, with the methods of each task."""
-    titles = Task("TASK", "WHAT IT IS", "DATA", "TIME")
-    widths = [max(len(row[i]) for row in (titles, *TASKS)) for i in range(3)]
-    rows = [
-        [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row.time]
-        for row in (titles, *TASKS)
-    ]
-    methods = {
-        task.name: sorted(path.stem for path in (folder() / task.name).glob("*.yaml"))
-        for task in TASKS
-    }
-    streamed = {
-        name: methods.pop(name)
-        for name in list(methods)
-        if name.endswith(_STREAMED) or name.startswith(_TRUSTED)
-    }
-    shared = sorted(set.intersection(*map(set, methods.values())))
-    on_mini_batches = sorted(set.intersection(*map(set, streamed.values())))
-    further = {
-        name: [method for method in own_methods if method not in shared]
-        for name, own_methods in methods.items()
-    }
-    more = [f"  {name} has {', '.join(added)} too" for name, added in further.items() if added]
-    return "\n".join(
-        [
-            *map("  ".join, rows),
-            "",
-            f"Each task has one config per method: {', '.join(shared)}.",
-            *more,
-            "PBGD-Free needs an f that depends on x, so no task on wrong labels has it; Lu-Mei is "
-            "for tiny convex problems.",
-            f"Those on mini-batches have: {', '.join(on_mini_batches)}.",
-            "  lightning-bilevel fit --config synthetic/ivsp                   solve it",
-            "  lightning-bilevel fit --config synthetic/ivsp --print_config    "
-            "see all settings; write your own from them",
-            "  lightning-bilevel compare synthetic --budget 1s                 "
-            "all methods, the same time for each",
-            "",
-            "TIME is that of a fit with IVSP on two CPU cores. Data are downloaded, or read from "
-            "the folder that the environment",
-            f"variable LIGHTNING_BILEVEL_DATA names. The files lie in {folder()}.",
-        ]
-    )
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``lightning-bilevel tasks``."""
     about = "List the ready configs, with what they need."
     argparse.ArgumentParser("lightning-bilevel tasks", description=about).parse_args(args)
-    print(listing())
+    rows = [
+        (name, f"{words}: {', '.join(sorted(path.stem for path in (folder() / name).iterdir()))}")
+        for name, words in TASKS.items()
+    ]
+    print(table("ready configs", rows))
+    print(_FOOT.format(folder()))

@@ -1,36 +1,151 @@
-"""``lightning-bilevel compare``: several methods on one task, with equal optimisation time."""
+"""Compare several methods on one task, with equal optimisation time."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
-from tqdm.auto import tqdm
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
+from lightning_bilevel.callbacks.monitor import usual_tolerance
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
-from lightning_bilevel.cli.baselines import find_baselines
+from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
-from lightning_bilevel.cli.configs import MethodConfig, check_same_task, find_configs, read_config
-from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.cli.method import Method, start_row, warm_up
-from lightning_bilevel.cli.recorder import Recorder
-from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
+from lightning_bilevel.cli.results import COUNTS, MethodResult, write_results
 from lightning_bilevel.core.errors import CheckpointError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
 
 __all__ = ["compare", "main"]
 
-
 # The interval of the checkpoints from which an interrupted comparison resumes.
 SAVE_EVERY: str | float = "10s"
+# The value of `Trainer.val_check_batch` that turns validation off.
+NEVER = sys.maxsize
+# A comparison ends by its budget, evaluates at its own times in one process, and writes its own
+# files.
+TRAINER: dict[str, Any] = {
+    "max_epochs": -1,
+    "max_steps": -1,
+    "check_val_every_n_epoch": None,
+    "val_check_interval": NEVER,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+}
+
+
+class Method(BilevelCLI):
+    """The model, the data and the Trainer of a config, always from the same seed.
+
+    The callbacks of the config are left out: a comparison has its own.
+
+    Attributes:
+        path: The config.
+        text: The resolved config.
+        task: The settings that decide data, split and start.
+        solver: The name of the solver class.
+    """
+
+    def __init__(self, path: Path, budget: float) -> None:
+        super().__init__(["--config", str(path), f"--budget={budget:g}s"], run=False)
+        self.path = path
+        self.text: str = self.parser.dump(self.config, skip_none=False)
+        values = yaml.safe_load(self.text)
+        init_args = values["model"].get("init_args") or {}
+        if not isinstance(init_args.get("solver"), dict):
+            raise ValueError(
+                f"`compare {path}`: `{type(self.model).__name__}` is not told its solver by the "
+                "config: give its `__init__` an argument `solver: SolverCallable = IVSP`, hand it "
+                "to `declare`, and name the solver there."
+            )
+        self.solver = init_args["solver"]["class_path"].rsplit(".", 1)[-1]
+        # Solver, rates and units do not change the problem; the envelope is for evaluation only.
+        for argument in ("solver", "scheduler", "upper_unit", "lower_unit", "envelope"):
+            init_args.pop(argument, None)
+        # A growing sample ends with all data: it is a way to solve the same task.
+        (values["data"].get("init_args") or {}).pop("growing", None)
+        self.task = {name: values[name] for name in ("seed_everything", "model", "data")}
+        self.task["precision"] = str(values["trainer"]["precision"])
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(**{"callbacks": [], **TRAINER, **kwargs})
+
+    def fit(self, callbacks: list[Callback], ckpt_path: str | None = None) -> None:
+        self.trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
+
+
+class Recorder(Callback):
+    """Evaluates the start, and whenever the optimisation time reaches the next of some times.
+
+    The validation comes at that very iteration, whatever the length of an epoch, if the Trainer is
+    made with :data:`TRAINER`. The rows are saved in checkpoints.
+
+    Args:
+        times: The times of the evaluations, in seconds of optimisation, in increasing order.
+        envelope: The Moreau envelope of the evaluations; None takes that of the module.
+
+    Attributes:
+        start: The metrics of a validation before the run.
+        rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
+    """
+
+    def __init__(self, times: Sequence[float], envelope: Envelope | None = None) -> None:
+        self.times = times
+        self.envelope = envelope
+        self.rows: list[dict[str, float]] = []
+        self._due = True
+        self.start: dict[str, Any] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        evaluated = self.rows[-1]["optimization_time"]
+        spent = pl_module.last_step.optimization_time
+        self._due = any(evaluated < time <= spent for time in self.times)
+        # Lightning reads this attribute right after this hook.
+        trainer.val_check_batch = 1 if self._due else NEVER
+
+    def evaluate(self, trainer: Any, pl_module: Any, batch: Any = None, batch_idx: int = 0) -> None:
+        if not self._due:
+            return
+        self._due = False
+        step = pl_module.last_step
+        metrics = trainer.callback_metrics if self.rows else self.start
+        row = {name: 0 if step is None else getattr(step, name) for name in COUNTS}
+        row |= {name: float(v) for name, v in metrics.items() if not name.startswith("bilevel/")}
+        # Before the first step a module does not know its data, of which a sample may be the batch.
+        if step is not None or getattr(trainer.datamodule, "growing", None) is None:
+            options = {"envelope": self.envelope, "tolerance": usual_tolerance(trainer)}
+            given = batch if step is None and not pl_module.on_mini_batches else None
+            found = pl_module.certify(batch=given, **options)
+            if found is not None:
+                row |= {"violation": found.feasibility, "kkt_residual": found.kkt}
+        self.rows.append(row)
+
+    # After a validation, Lightning calls one of these.
+    on_train_batch_start = on_train_epoch_end = evaluate
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = state_dict["rows"]
+        self._due = False
 
 
 def compare(
@@ -41,7 +156,6 @@ def compare(
     evaluations: int = 40,
     log_spaced: bool = False,
     allow_different_tasks: bool = False,
-    baselines: bool = False,
 ) -> list[MethodResult]:
     """Run each config for the same time; write results.csv, summary.md and the figure.
 
@@ -52,191 +166,75 @@ def compare(
         evaluations: The number of evaluations of each method, spread over the budget.
         log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
         allow_different_tasks: Compare even if data or start differ.
-        baselines: Show the simple baselines of the first config's task as well. They are computed
-            once, and a few-shot network is trained for as long as a method.
     """
-    parsed = [read_config(path) for path in find_configs(configs)]
-    check_same_task(parsed, allow_different_tasks)
-    _check_folder(
-        out, parsed, {"budget": budget, "evaluations": evaluations, "log_spaced": log_spaced}
-    )
+    paths = [config for path in configs for config in (sorted(path.glob("*.yaml")) or [path])]
+    methods = {path.stem: Method(path, budget) for path in paths}
+    if len(methods) < len(paths):
+        raise ValueError(f"`compare {' '.join(map(str, paths))}`: each config needs its own name.")
+    first = next(iter(methods.values()))
+    for name, method in methods.items():
+        differences = [key for key in first.task if method.task[key] != first.task[key]]
+        if differences and not allow_different_tasks:
+            raise ValueError(
+                f"`compare`: {name} differs from {first.path.stem} in {', '.join(differences)}. "
+                "That would be unfair; with --allow-different-tasks it is done all the same."
+            )
+        kept = out / name / "config.yaml"
+        if kept.exists() and kept.read_text() != method.text:
+            raise ValueError(
+                f"`compare --out {out}`: {name} was run there with another budget or other "
+                "settings; name another folder."
+            )
+    # All are judged by the envelope of the first IVSP.
+    envelope = next((m.model.envelope for m in methods.values() if m.solver == "IVSP"), None)
     shares = [(i + 1) / evaluations for i in range(evaluations)]
-    if log_spaced:
-        shares = [1000 ** (share - 1) for share in shares]
-    times = [budget * share for share in shares]
-    envelope = next((Method(out, c).model.envelope for c in parsed if c.solver == "IVSP"), None)
-    warm_up(out, parsed[0])
-    results = []
-    starts: dict[str, dict[str, float]] = {}
-    layout = "{l_bar}{bar}| {n:.1f}/{total:.1f} s, {remaining} left"
-    with tqdm(total=len(parsed) * budget, unit="s", bar_format=layout, disable=not _first()) as bar:
-        for number, config in enumerate(parsed):
-            bar.set_description(f"{config.name:8s}")
-
-            def shown(spent: float, start: float = number * budget) -> None:
-                bar.n = start + min(spent, budget)
-                bar.update(0)
-
-            results.append(_run(out, config, budget, times, envelope, shown, starts))
-            bar.n = (number + 1) * budget
-            if _first():
-                write_csv(out / "results.csv", results)
-        bar.refresh()
-    model = parsed[0].task["model"]["class_path"].rsplit(".", 1)[-1]
-    title = f"{model}, {budget:g} s of optimisation each"
-    if _first():
-        found = find_baselines(out, parsed[0], budget) if baselines else []
-        write_summary(out / "summary.md", results, title, found)
-        write_figure(out / "figure", results, title, found)
+    times = [budget * (1000 ** (share - 1) if log_spaced else share) for share in shares]
+    # No method pays for the first calls of the process.
+    with suppress(Exception):
+        Method(first.path, budget).fit([OptimizationBudget(1e-9)])
+    results = [_run(out / name, method, times, envelope) for name, method in methods.items()]
+    write_results(out, results, f"{type(first.model).__name__}, {budget:g} s of optimisation each")
     return results
 
 
-def _first() -> bool:
-    """Whether this is the process that writes and prints."""
-    return bool(getattr(rank_zero_only, "rank", 0) == 0)
-
-
 def _run(
-    out: Path,
-    config: MethodConfig,
-    budget: float,
-    times: Sequence[float],
-    envelope: Envelope | None,
-    shown: Callable[[float], None],
-    starts: dict[str, dict[str, float]],
+    folder: Path, method: Method, times: Sequence[float], envelope: Envelope | None
 ) -> MethodResult:
-    folder = out / config.name
-    done = folder / "result.json"
+    """Run a method from its start or its checkpoint, or return the result that is there."""
+    done, last = folder / "result.json", folder / "last.ckpt"
     if done.exists():
         return MethodResult(**json.loads(done.read_text()))
-    result = MethodResult(config.name, config.solver)
-    last = folder / "last.ckpt"
-    recorder = Recorder(times, shown, envelope)
-    method = Method(
-        out, config, [OptimizationBudget(budget), recorder, LastCheckpoint(folder, SAVE_EVERY)]
-    )
-    if config.solver == "IVSP":
-        # The envelope of its config; if IVSP chooses one during the run, the declared one.
-        recorder.envelope = method.model.envelope
+    print(f"{folder.name}: {times[-1]:g} s of optimisation ...", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.yaml", method.text.encode())
+    recorder, error = Recorder(times, envelope), None
+    callbacks = [OptimizationBudget(times[-1]), recorder, LastCheckpoint(folder, SAVE_EVERY)]
     try:
-        if not last.exists():
-            # Methods of one task start at the same point, which is evaluated once.
-            start = json.dumps([config.task, repr(recorder.envelope)])
-            if start not in starts:
-                starts[start] = start_row(out, config, recorder.envelope)
-            recorder.rows = [starts[start]]
-        method.trainer.fit(
-            method.model, datamodule=method.datamodule, ckpt_path="last" if last.exists() else None
-        )
+        with suppress(MisconfigurationException):  # without validation
+            method.trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
+            recorder.start = dict(method.trainer.callback_metrics)
+        Method(method.path, times[-1]).fit(callbacks, "last" if last.exists() else None)
     except (OSError, CheckpointError):
         raise  # a full disk is not the method's fault: the next call of `compare` resumes
-    except Exception as error:  # the other methods still run; the row of this one has the error
-        result.error = f"{type(error).__name__}: {error}".splitlines()[0]
-    result.rows = recorder.rows
-    if method.trainer.is_global_zero:
-        write_whole(done, json.dumps(asdict(result)).encode())
-        last.unlink(missing_ok=True)
+    except Exception as failure:  # the other methods still run; the row of this one has the error
+        error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    result = MethodResult(folder.name, method.solver, recorder.rows, error)
+    write_whole(done, json.dumps(result._asdict()).encode())
+    last.unlink(missing_ok=True)
     return result
-
-
-def _check_folder(out: Path, configs: Sequence[MethodConfig], protocol: dict[str, Any]) -> None:
-    """Prepare a new folder for this comparison, or check that it belongs to this comparison."""
-    identity = {**protocol, "task": configs[0].task}
-    note = out / "comparison.json"
-    if note.exists():
-        if json.loads(note.read_text()) != json.loads(json.dumps(identity)):
-            raise ValueError(
-                f"`compare --out {out}`: that folder has another comparison (task, budget or "
-                "evaluations differ)."
-            )
-    elif out.exists() and any(path.name != f".{note.name}.part" for path in out.iterdir()):
-        raise ValueError(
-            f"`compare --out {out}`: that folder has something else in it; name an empty or a new "
-            "one."
-        )
-    for config in configs:
-        folder = out / config.name
-        if (folder / "state.pt").exists() and not (folder / "result.json").exists():
-            raise ValueError(
-                f"`compare --out {out}`: {config.name}/state.pt is of an earlier version of "
-                "lightning-bilevel, and this one cannot go on from it; delete it to start that "
-                "method anew, or name another folder."
-            )
-        resolved = folder / "config.yaml"
-        if resolved.exists() and resolved.read_text() != config.text:
-            raise ValueError(
-                f"`compare --out {out}`: {config.name} was run there with other settings; name "
-                "another folder."
-            )
-    # The note comes first, so that a comparison that is killed here recognises its folder.
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(note, json.dumps(identity, indent=1).encode())
-    for config in configs:
-        (out / config.name).mkdir(exist_ok=True)
-        write_whole(out / config.name / "config.yaml", config.text.encode())
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``lightning-bilevel compare``."""
-    parser = argparse.ArgumentParser(
-        "lightning-bilevel compare",
-        description="Compare methods on one task, with equal optimisation time.",
-    )
-    about = "YAML files, or folders of them; of your own, or ready ones such as synthetic"
-    parser.add_argument(
-        "configs", nargs="+", type=lambda name: ready(Path(name)), metavar="CONFIG", help=about
-    )
-    parser.add_argument(
-        "--budget",
-        default="1s",
-        help="optimisation time of each method, such as 1s, 10m (default: 1s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder for the results (default: comparison-NAME-BUDGET)"
-    )
-    parser.add_argument(
-        "--evaluations",
-        type=int,
-        default=40,
-        help="evaluations spread over the budget (default: 40)",
-    )
-    parser.add_argument(
-        "--log-spaced",
-        action="store_true",
-        help="spread the evaluations evenly on a logarithmic time axis",
-    )
-    parser.add_argument(
-        "--allow-different-tasks", action="store_true", help="compare although data or start differ"
-    )
-    parser.add_argument(
-        "--baselines",
-        action="store_true",
-        help="show simple baselines beside the methods, for data of cleaning and of few-shot "
-        "learning; a few-shot network is trained for the budget too",
-    )
+    parser = argparse.ArgumentParser("lightning-bilevel compare", description=__doc__)
+    about = "YAML files or folders of them, or ready ones such as synthetic"
+    parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), help=about)
+    parser.add_argument("--budget", default="1s", help="time of each method, such as 10m")
+    parser.add_argument("--out", type=Path, help="folder (default: comparison-NAME-BUDGET)")
+    parser.add_argument("--evaluations", type=int, default=40, help="spread over the budget")
+    parser.add_argument("--log-spaced", action="store_true", help="spread them on a log axis")
+    parser.add_argument("--allow-different-tasks", action="store_true")
     given = parser.parse_args(args)
-    try:
-        budget = seconds(given.budget)
-        if given.evaluations < 1:
-            raise ValueError(f"`compare --evaluations {given.evaluations}` must be at least 1.")
-        first = given.configs[0].resolve()
-        name = first.name if first.is_dir() else first.parent.name
-        out = given.out or Path(f"comparison-{name}-{given.budget}")
-        options = {
-            "evaluations": given.evaluations,
-            "log_spaced": given.log_spaced,
-            "baselines": given.baselines,
-        }
-        compare(
-            given.configs, budget, out, **options, allow_different_tasks=given.allow_different_tasks
-        )
-    except ValueError as error:
-        parser.error(str(own_error(error) or error))
-    if not _first():
-        return
-    print((out / "summary.md").read_text())
-    print(
-        f"Written to {out}: results.csv, summary.md, figure.png, figure.svg, and the resolved "
-        "config of each method.",
-        file=sys.stderr,
-    )
+    given.out = given.out or Path(f"comparison-{given.configs[0].resolve().stem}-{given.budget}")
+    compare(**{**vars(given), "budget": seconds(given.budget)})
+    print((given.out / "summary.md").read_text(), f"Written to {given.out}.", sep="\n")

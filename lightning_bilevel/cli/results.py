@@ -5,18 +5,24 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lightning_bilevel.baselines.row import Baseline
-from lightning_bilevel.report.comparison import Curve, Level, draw_comparison
-from lightning_bilevel.report.labels import AIM, label
+from lightning_bilevel.plotting import PALETTE, scale
 
-__all__ = ["MethodResult", "write_csv", "write_figure", "write_summary"]
+__all__ = ["COUNTS", "MethodResult", "write_results"]
+
+COUNTS = ("iteration", "optimization_time", "passes")
+_LABELS = {"auroc": "AUROC", "kkt_residual": "KKT residual (only IVSP aims at it)"}
+# A solver has the same colour in every figure. Those beyond the first seven are of Tol's palette.
+_SOLVERS = ["IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"]
+_SOLVERS += ["AID", "ITD", "SOBA", "DARTS", "F2BA", "HJFBiO", "PBGDFree", "LuMei"]
+_TOL = ["#882255", "#44AA99", "#999933", "#888888", "#332288", "#AA4499", "#117733", "#661100"]
+_COLOURS = dict(zip(_SOLVERS, [*PALETTE.values(), *_TOL], strict=True))
+_STYLES = ("-", "--", ":", "-.")
 
 
-@dataclass
-class MethodResult:
+class MethodResult(NamedTuple):
     """One method of a comparison.
 
     Attributes:
@@ -28,133 +34,84 @@ class MethodResult:
 
     name: str
     solver: str
-    rows: list[dict[str, float]] = field(default_factory=list)
+    rows: list[dict[str, float]]
     error: str | None = None
 
 
-def _metrics(results: Sequence[MethodResult]) -> list[str]:
+def write_results(out: Path, results: Sequence[MethodResult], title: str) -> None:
+    """Write results.csv, summary.md, and the figure as PNG and SVG."""
     names = dict.fromkeys(name for result in results for row in result.rows for name in row)
-    return [name for name in names if name not in ("iteration", "optimization_time", "passes")]
-
-
-def write_csv(path: Path, results: Sequence[MethodResult]) -> None:
-    """Write one row per method and evaluation."""
-    columns = ["method", "solver", "iteration", "optimization_time", "passes", *_metrics(results)]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+    metrics = [name for name in names if name not in COUNTS]
+    with (out / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["method", "solver", *COUNTS, *metrics])
         writer.writeheader()
         for result in results:
-            for row in result.rows:
-                writer.writerow({"method": result.name, "solver": result.solver, **row})
+            method = {"method": result.name, "solver": result.solver}
+            writer.writerows({**method, **row} for row in result.rows)
+    (out / "summary.md").write_text(summary(results, metrics, title))
+    if metrics:
+        import matplotlib as mpl
+
+        style: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+        with mpl.rc_context({"font.size": 10, **style}):
+            figure = draw(results, metrics, title)
+            for suffix in ("png", "svg"):
+                figure.savefig(out / f"figure.{suffix}", dpi=160)
 
 
-def write_summary(
-    path: Path, results: Sequence[MethodResult], title: str, baselines: Sequence[Baseline] = ()
-) -> None:
-    """Write a table of the final metrics, and a ranking for each metric, in Markdown.
+def _label(metric: str) -> str:
+    return _LABELS.get(metric, metric.replace("_", " "))
 
-    Args:
-        path: The file.
-        results: The methods.
-        title: The title.
-        baselines: What simple methods came to; they stand below the others and are not ranked.
-    """
-    metrics = [
-        name for name in _metrics(results) if any(r.rows and name in r.rows[-1] for r in results)
-    ]
-    finals = {r.name: r.rows[-1] if r.rows and not r.error else {} for r in results}
+
+def summary(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> str:
+    """Return a table of the last metrics in Markdown; the best of each is bold."""
+    columns = ["method", *map(_label, metrics), "iterations", "time (s)", "passes", "note"]
+    lines = [f"# {title}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     best = {}
     for name in metrics:
-        best_of = max if _rises(name) else min
-        best[name] = best_of((f[name] for f in finals.values() if name in f), default=math.nan)
-    head = ["method", *map(_marked, metrics), "iterations", "passes", "time (s)", "note"]
-    lines = [f"# {title}", "", _row(head), _row(["---"] * len(head))]
+        # A run that ended early does not compete.
+        found = [r.rows[-1][name] for r in results if r.rows and name in r.rows[-1] and not r.error]
+        rises = any(word in name.lower() for word in ("auroc", "accuracy"))
+        best[name] = (max if rises else min)(found, default=math.nan)
     for result in results:
-        final = finals[result.name] or (result.rows[-1] if result.rows else {})
-        cells = [
-            _number(final.get(name), bold=not result.error and final.get(name) == best[name])
-            for name in metrics
-        ]
-        counts = [str(int(final[k])) if k in final else "" for k in ("iteration", "passes")]
-        spent = f"{final['optimization_time']:.2f}" if final else ""
-        lines.append(
-            _row([result.name, *cells, *counts, spent, (result.error or "").replace("|", "/")])
-        )
-    lines += [_baseline_row(baseline, metrics) for baseline in baselines]
-    for name in metrics:
-        if name in AIM:
-            lines += ["", f"\\* {AIM[name][1]}"]
-    lines += ["", "Ranking (best first; runs that ended early are left out):", ""]
-    for name in metrics:
-        pairs = [(f[name], method) for method, f in finals.items() if name in f]
-        ranked = [method for _, method in sorted(pairs)]
-        if _rises(name):
-            ranked.reverse()
-        lines.append(f"- **{label(name)}**: {', '.join(ranked)}")
-    path.write_text("\n".join(lines) + "\n")
+        last = result.rows[-1] if result.rows else {}
+        cells = [result.name]
+        for name in (*metrics, *COUNTS):
+            text = f"{last[name]:{'.3g' if name in metrics else '.6g'}}" if name in last else ""
+            bold = name in last and not result.error and last[name] == best.get(name)
+            cells.append(f"**{text}**" if bold else text)
+        cells.append((result.error or "").replace("|", "/"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _marked(metric: str) -> str:
-    """Return a metric in words, with a mark if there is a footnote about it."""
-    return f"{label(metric)}\\*" if metric in AIM else label(metric)
+def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> Any:
+    """Draw each metric against optimisation time, one panel per metric, with IVSP on top."""
+    from matplotlib.figure import Figure
 
-
-def _baseline_row(baseline: Baseline, metrics: Sequence[str]) -> str:
-    cells = [_number(baseline.metrics.get(name), bold=False) for name in metrics]
-    steps = baseline.metrics.get("iteration")
-    count = "" if steps is None else str(int(steps))
-    return _row([f"*{baseline.name}*", *cells, count, "", f"{baseline.seconds:.2f}", "baseline"])
-
-
-def _rises(name: str) -> bool:
-    """Whether a metric is better when larger."""
-    return any(word in name.lower() for word in ("auroc", "accuracy"))
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None, bold: bool) -> str:
-    text = "" if value is None else f"{value:.3g}"
-    return f"**{text}**" if bold and text else text
-
-
-def write_figure(
-    path: Path, results: Sequence[MethodResult], title: str, baselines: Sequence[Baseline] = ()
-) -> None:
-    """Draw each metric against optimisation time, one panel per metric, as PNG and SVG.
-
-    Args:
-        path: The file, without its ending.
-        results: The methods.
-        title: The title.
-        baselines: What simple methods came to, as horizontal lines where they have the metric.
-    """
-    drawn = sorted((result for result in results if result.rows), key=lambda r: r.solver != "IVSP")
-    metrics = _metrics(drawn)
-    if not metrics:
-        return
-    panels = {}
-    levels = {}
-    for name in metrics:
-        heading = f"{label(name)}\n({AIM[name][0]})" if name in AIM else label(name)
-        panels[heading] = _curves(drawn, name)
-        levels[heading] = [Level(b.name, b.metrics[name]) for b in baselines if name in b.metrics]
-    figure = draw_comparison(panels, title, levels)
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=160)
-
-
-def _curves(results: Sequence[MethodResult], metric: str) -> list[Curve]:
+    columns = len(metrics) if len(metrics) <= 4 else 3
+    rows = math.ceil(len(metrics) / columns)
+    figure = Figure(figsize=(3.4 * columns, 2.8 * rows + 0.7), layout="constrained")
     solvers = [result.solver for result in results]
-    curves = []
-    for result in results:
-        rows = [row for row in result.rows if metric in row]
-        name = result.solver if solvers.count(result.solver) == 1 else result.name
-        times = [row["optimization_time"] for row in rows]
-        curves.append(Curve(result.solver, name, times, [row[metric] for row in rows]))
-    return curves
+    for number, metric in enumerate(metrics, 1):
+        axis: Any = figure.add_subplot(rows, columns, number)
+        for index, result in enumerate(results):
+            points = [row for row in result.rows if metric in row]
+            ours = result.solver == "IVSP"
+            axis.plot(
+                [row["optimization_time"] for row in points],
+                [row[metric] for row in points],
+                color=_COLOURS.get(result.solver, f"C{index}"),
+                linestyle=_STYLES[solvers[:index].count(result.solver) % len(_STYLES)],
+                linewidth=2.4 if ours else 1.5,
+                zorder=3 if ours else 2,
+                label=result.solver if solvers.count(result.solver) == 1 else result.name,
+            )
+        scale(axis, [row[metric] for result in results for row in result.rows if metric in row])
+        axis.set(xlabel="optimisation time (s)", xlim=(0.0, None))
+        axis.set_title(_label(metric), fontsize=10)
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    lines = axis.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2 * columns, frameon=False)
+    return figure

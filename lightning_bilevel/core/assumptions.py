@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_bilevel.core.qualification import Verdict
 from lightning_bilevel.core.sets import ConvexSet, is_bounded
 
 __all__ = ["theorem"]
 
 
 def theorem(
-    verdict: Verdict,
+    qualification: str,
     upper_set: ConvexSet,
     lower_set: ConvexSet,
     kinks: Sequence[str] = (),
@@ -24,7 +23,7 @@ def theorem(
     """Say whether the theorem covers a problem.
 
     Args:
-        verdict: What is known about the constraint qualification.
+        qualification: What is known about the constraint qualification, in words.
         upper_set: X.
         lower_set: Y.
         kinks: The parts of f or g that are not differentiable, such as "ReLU".
@@ -37,12 +36,12 @@ def theorem(
         against.append(f"{' and '.join(unbounded)} {_are(unbounded)} unbounded")
     if kinks:
         against.append(f"{' and '.join(kinks)} {_are(kinks)} not differentiable")
-    if verdict.status == "fails":
+    if qualification.startswith("fails"):
         against.append("the constraint qualification fails")
     if against:
         return f"does not apply: {', '.join(against)}"
     unknown = [f"whether {name} is bounded" for name, bounded in sets.items() if bounded is None]
-    if verdict.status == "not known":
+    if not qualification.startswith("holds"):
         unknown.append("the constraint qualification")
     if unknown:
         return f"not known: {', '.join(unknown)}"

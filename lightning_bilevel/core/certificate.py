@@ -7,9 +7,9 @@ For :math:`\min_{w \in C} f(w)` subject to :math:`R(w) \le 0` and a multiplier
     \Phi^s = \operatorname{dist}(0, \nabla f + \lambda \nabla R + N_C(w)), \qquad
     \Phi^f = [R(w)]_+, \qquad \Phi^c = |\lambda R(w)|
 
-Constraints :math:`c_i(w) \le 0` beside the lower level have a multiplier each. Their gradients
-enter the sum, and feasibility and complementarity are the largest of R and the constraints. Without
-a lower level there is no R.
+Constraints :math:`c_i(w) \le 0` beside the lower level have a multiplier each, the best one for
+the point. Their gradients enter the sum, and feasibility and complementarity are the largest of R
+and the constraints. Without a lower level R is -delta.
 
 For a lower level that is not convex, R <= 0 says that y is nearly stationary for g(x, .), which it
 also is at a maximum: that y is nearly optimal is not certified.
@@ -31,6 +31,7 @@ from lightning_bilevel.core.lagrangian import Lagrangian
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope, MoreauPoint, evaluate_gap
 from lightning_bilevel.core.multiplier import smallest_residual
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
 from lightning_bilevel.core.qualification import Qualification, judge
@@ -38,17 +39,6 @@ from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
 
 __all__ = ["Certificate", "certify"]
-
-# The rows of a table that speak of the lower level.
-_OF_LOWER_LEVEL = (
-    "multiplier",
-    "Moreau gap H",
-    "residual R = H - delta",
-    "lower level g",
-    "|y - z|",
-    "stationarity of z for g",
-    "relaxation",
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,6 @@ class Certificate:
         passes: The passes of f and g that the certificate took.
         constraints: The values of the constraints beside the lower level.
         constraint_multipliers: Their multipliers.
-        single_level: Whether the problem has no lower level. The Moreau gap is then 0.
     """
 
     stationarity: float
@@ -127,14 +116,8 @@ class Certificate:
     evaluated_on: str = ""
     point: str = ""
     passes: int = field(default=0, compare=False)
-    constraints: tuple[float, ...] = ()
-    constraint_multipliers: tuple[float, ...] = ()
-    single_level: bool = False
-
-    def __post_init__(self) -> None:
-        # JSON has lists.
-        object.__setattr__(self, "constraints", tuple(self.constraints))
-        object.__setattr__(self, "constraint_multipliers", tuple(self.constraint_multipliers))
+    constraints: list[float] = field(default_factory=list)
+    constraint_multipliers: list[float] = field(default_factory=list)
 
     @property
     def kkt(self) -> float:
@@ -173,8 +156,6 @@ class Certificate:
             ("constraint qualification", self.qualification),
             ("theorem of IVSP", self.theorem),
         ]
-        if self.single_level:
-            rows = [row for row in rows if row[0] not in _OF_LOWER_LEVEL]
         beside = zip(self.constraints, self.constraint_multipliers, strict=True)
         for number, (value, multiplier) in enumerate(beside, start=1):
             rows.append((f"constraint {number}", f"{value:.3e} (multiplier {multiplier:.4g})"))
@@ -195,7 +176,6 @@ def certify(
     envelope: Envelope,
     *,
     multiplier: float | None = None,
-    constraint_multipliers: Sequence[float] | None = None,
     tolerance: float | None = None,
     qualification: Qualification = "not known",
     kinks: Sequence[str] = (),
@@ -213,7 +193,6 @@ def certify(
         envelope: rho, sigma and delta.
         multiplier: The :math:`\lambda` of the solver; None chooses the one that minimises the
             stationarity alone.
-        constraint_multipliers: Those of the constraints beside the lower level; None likewise.
         tolerance: The accuracy of the proximal point; None is 1e-9 in float64, 1e-5 otherwise.
         qualification: What is known about the constraint qualification: words, a verdict, a
             :class:`~lightning_bilevel.core.qualification.Condition` or a function of the envelope.
@@ -233,54 +212,45 @@ def certify(
             "and sigma for itself has none before its first step. Run it first, or give "
             "`Envelope(rho=..., sigma=..., delta=...)`."
         )
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(
-            f"`certify(tolerance={tolerance})` must be positive, or None for what the dtype allows "
-            "comfortably."
-        )
-    if passes is not None and passes < 1:
-        raise ValueError(
-            f"`certify(passes={passes})` must be at least 1, or None for as many as it takes: the "
-            "proximal point needs passes of g."
-        )
     x, y = x.detach(), y.detach()
     if tolerance is None:
         tolerance = 1e-9 if y.dtype == torch.float64 else 1e-5
     calls = problem.calls
     with problem.uncounted():
         upper = problem.upper(x, y)
-        limits = problem.limits(x, y)
-        if problem.single_level:
-            slope = torch.zeros_like(y)
-            gap = MoreauPoint(y, 0.0, -envelope.delta, torch.zeros_like(x), slope)
-        else:
-            gap, slope, tolerance = _look_below(problem, x, y, envelope, tolerance, passes)
+        beside = problem.residuals(x, y)
+        gap, slope, tolerance = _look_below(problem, x, y, envelope, tolerance, passes)
         spent = (problem.calls - calls).passes
-    lagrangian = Lagrangian(problem, x, y, upper, gap, limits)
-    weight, others = lagrangian.multipliers(multiplier, constraint_multipliers)
+    residuals = Residuals(
+        (gap.residual, *beside.values),
+        (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients),
+    )
+    grad_f = torch.cat([upper.grad_x, upper.grad_y])
+    lagrangian = Lagrangian(problem, x, y, grad_f, residuals)
+    weights = lagrangian.multipliers(multiplier)
+    weight, *others = weights
 
     def stationarity(value: float) -> float:
-        return lagrangian.stationarity(value, others)
+        return lagrangian.stationarity([value, *others])
 
-    # The residuals of the constraints beside the lower level; they do not depend on the weight.
-    violation = max((0.0, *limits.values))
-    products = [abs(other * value) for other, value in zip(others, limits.values, strict=True)]
-    beside = max((violation, *products))
+    products = [abs(w * value) for w, value in zip(weights, residuals.values, strict=True)]
     below = max(gap.residual, 0.0)
-    verdict = judge(qualification, envelope, problem.lower_set, problem.upper_set)
+    known = judge(qualification, envelope, problem.lower_set, problem.upper_set)
     distance = norm(y - gap.z)
-    _, gradient_y = lagrangian.gradient(weight, others)
+    _, gradient_y = lagrangian.gradient(weights)
     length = norm(gradient_y)
     free = problem.lower_set.normal_cone_distance(y, gradient_y)
     # A cone splits a vector into two orthogonal parts (Moreau): the absorbed part and the rest.
     held_share = math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0
     return Certificate(
         stationarity=stationarity(weight),
-        feasibility=max(below, violation),
-        complementarity=max((abs(weight * gap.residual), *products)),
+        feasibility=max(0.0, *residuals.values),
+        complementarity=max(products),
         multiplier=weight,
         own_multiplier=multiplier is not None,
-        smallest_kkt=max(smallest_residual(stationarity, gap.residual, weight), beside),
+        smallest_kkt=max(
+            [smallest_residual(stationarity, gap.residual, weight), *beside.values, *products[1:]]
+        ),
         gap=max(gap.residual + envelope.delta, 0.0),
         residual=gap.residual,
         upper=upper.value,
@@ -294,8 +264,8 @@ def certify(
         delta=envelope.delta,
         tolerance=tolerance,
         held_share=held_share,
-        qualification=verdict.words,
-        theorem=theorem(verdict, problem.upper_set, problem.lower_set, kinks, _beyond(problem)),
+        qualification=known,
+        theorem=theorem(known, problem.upper_set, problem.lower_set, kinks, problem.beyond),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),
@@ -305,16 +275,9 @@ def certify(
         evaluated_on=evaluated_on,
         point=point,
         passes=spent,
-        constraints=limits.values,
+        constraints=list(beside.values),
         constraint_multipliers=others,
-        single_level=problem.single_level,
     )
-
-
-def _beyond(problem: BilevelProblem) -> str:
-    if problem.single_level:
-        return "there is no lower level"
-    return "" if problem.constraints is None else "it knows no constraints beside the lower level"
 
 
 def _look_below(

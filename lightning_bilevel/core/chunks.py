@@ -28,15 +28,6 @@ class Chunks:
     batches: list[Any]
     weights: list[float] | None = None
 
-    def __post_init__(self) -> None:
-        if not self.batches or (
-            self.weights is not None and len(self.weights) != len(self.batches)
-        ):
-            raise ValueError(
-                f"`Chunks` was given {len(self.batches)} batches and {len(self.weights or [])} "
-                "weights: it needs at least one batch, and as many weights."
-            )
-
     @property
     def shares(self) -> list[float]:
         """The weight of each part; weights by the number of samples add up to one."""

@@ -357,8 +357,8 @@ def weighted(function: Function, weight: float) -> Function:
 
 
 def nothing(x: Any, y: Tensor) -> Tensor:
-    """Return 0: the f or g of a process that has no data."""
-    return y.new_zeros(())
+    """Return 0, as a function of y: a lower level that is absent, or a process without data."""
+    return 0.0 * y.sum()
 
 
 def _part_in_unit(part: Part | None, unit: float) -> Part | None:

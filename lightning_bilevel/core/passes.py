@@ -5,8 +5,10 @@ A value or gradient that is not finite raises an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ __all__ = [
     "Gradients",
     "Passes",
     "Reduce",
+    "Residuals",
     "check_finite",
     "check_scalar",
     "coupled",
@@ -32,11 +35,7 @@ Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
 Gradients = list[Tensor | None]
 
-NAMES = {
-    "f": "The upper-level function f",
-    "g": "The lower-level function g",
-    "c": "A constraint c",
-}
+NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,12 @@ class Calls:
     """How often each evaluation was made.
 
     Attributes:
-        upper: Evaluations of f with its gradients.
+        upper: Evaluations of f, or of a further residual, with its gradients.
         lower: Evaluations of the gradient of g(x, .).
         gap: Evaluations of g(x, y) - g(x, z) with its gradients.
         products: Products of second derivatives of g with a vector, by double differentiation.
             Each counts as two passes: one forward and backward through g, and one through the graph
             of its gradient. A product by a central difference of gradients counts as a gap.
-        constraints: Evaluations of a constraint beside the lower level, with its gradient.
         values: Evaluations of g without a gradient. A backward pass takes about twice the time of a
             forward one, so three values count as one pass.
     """
@@ -59,34 +57,25 @@ class Calls:
     lower: int = 0
     gap: int = 0
     products: int = 0
-    constraints: int = 0
     values: int = 0
 
     @property
     def passes(self) -> int:
         """Forward and backward passes; a gap and a product are two passes each, a value a third."""
-        whole = self.upper + self.lower + 2 * (self.gap + self.products) + self.constraints
-        return whole + self.values // 3
+        return self.upper + self.lower + 2 * (self.gap + self.products) + self.values // 3
 
     def __add__(self, other: Calls) -> Calls:
-        return Calls(
-            self.upper + other.upper,
-            self.lower + other.lower,
-            self.gap + other.gap,
-            self.products + other.products,
-            self.constraints + other.constraints,
-            self.values + other.values,
-        )
+        return Calls(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Calls) -> Calls:
-        return Calls(
-            self.upper - other.upper,
-            self.lower - other.lower,
-            self.gap - other.gap,
-            self.products - other.products,
-            self.constraints - other.constraints,
-            self.values - other.values,
-        )
+        return Calls(*map(operator.sub, vars(self).values(), vars(other).values()))
+
+
+class Residuals(NamedTuple):
+    """The values of some functions at a point w = (x, y), and the gradient of each in w."""
+
+    values: tuple[float, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
 
 
 class Passes:
@@ -355,7 +344,7 @@ def check_finite(
             return  # the sum has overflowed where no entry has
         wrong = "gradient with NaN or infinite entries"
     sizes = ", ".join(f"{norm(v.detach()):.3g}" for v in inputs)
+    many = "s" if len(inputs) > 1 else ""
     raise NonFiniteError(
-        f"{NAMES[name]} returned a {wrong} at a point with norm{'s' if len(inputs) > 1 else ''} "
-        f"{sizes}."
+        f"{NAMES.get(name, name)} returned a {wrong} at a point with norm{many} {sizes}."
     )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.constraints import Constraints, Limits
+from lightning_bilevel.core.constraints import evaluate, stacked
 from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
@@ -30,8 +30,19 @@ from lightning_bilevel.core.lower import (
     Part,
     RecentPoints,
     nothing,
+    rescaled,
+    weighted,
 )
-from lightning_bilevel.core.passes import NAMES, Calls, Passes, Reduce, coupled, leaf, or_zeros
+from lightning_bilevel.core.passes import (
+    NAMES,
+    Calls,
+    Passes,
+    Reduce,
+    Residuals,
+    coupled,
+    leaf,
+    or_zeros,
+)
 from lightning_bilevel.core.sample import Sample, take_sample
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
@@ -72,7 +83,7 @@ class BilevelProblem:
             f. A full batch larger than memory needs such a list: one function per chunk, which
             includes the chunk's weight. The chunks are evaluated one after another.
         lower: g, likewise; None for a problem with a single level, whose variables are x and y
-            together.
+            together. g is then 0 and costs no pass.
         upper_set: X.
         lower_set: Y.
         features: The part of g that depends on x alone, if there is one: then g(x, y) =
@@ -110,7 +121,7 @@ class BilevelProblem:
         >>> problem.at(torch.tensor([2.0])).gradient(torch.tensor([3.0]))
         tensor([2.])
         >>> problem.calls
-        Calls(upper=1, lower=1, gap=0, products=0, constraints=0, values=0)
+        Calls(upper=1, lower=1, gap=0, products=0, values=0)
     """
 
     def __init__(
@@ -128,25 +139,34 @@ class BilevelProblem:
         inner: Function | Sequence[Function] | None = None,
         upper_features: Part | Sequence[Part] | None = None,
         adaptation: Adaptation | None = None,
-        constraints: Sequence[Function] | Constraints | None = None,
+        constraints: Sequence[Function] | None = None,
     ) -> None:
-        self.upper_terms = _upper_terms(upper, upper_features)
-        self.lower_terms = _lower_terms(lower, features, outputs)
-        self.inner_terms = _inner_terms(inner, self.lower_terms)
+        if features is not None and outputs is not None:
+            raise ValueError(
+                "`BilevelProblem` was given features and outputs: g may have one or the other."
+            )
+        self.upper_terms = _terms(upper, upper_features)
+        self.single_level = lower is None
+        self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
+        # A plain function takes what the loss of its chunk takes: features or outputs, if any.
+        self.inner_terms = (
+            self.lower_terms
+            if inner is None
+            else _terms(
+                inner,
+                [term.features for term in self.lower_terms],
+                [term.outputs for term in self.lower_terms],
+            )
+        )
         # f for the inner variable z of a mini-batch step, as `inner` is g for it.
         self.inner_upper_terms = self.upper_terms
         self.mini_batch = mini_batch
-        self.touched = _checked_indices(touched)
+        self.touched = touched
         self.adaptation = adaptation
-        self.constraints = None if constraints is None else Constraints.of(constraints)
-        self.upper_set = Free() if upper_set is None else upper_set
-        self.lower_set = Free() if lower_set is None else lower_set
-        for name, value in (("upper_set", self.upper_set), ("lower_set", self.lower_set)):
-            if not isinstance(value, ConvexSet):
-                raise TypeError(
-                    f"`BilevelProblem({name}={value!r})` must have `project` and "
-                    "`normal_cone_distance`."
-                )
+        # All constraints on one chunk of the data, as a function that returns a vector.
+        self.residual_terms = [stacked(constraints)] if constraints else []
+        self.upper_set = upper_set or Free()
+        self.lower_set = lower_set or Free()
         self.units = (1.0, 1.0)
         self.share: tuple[float, float] | None = None
         self._passes = Passes(reduce)
@@ -181,9 +201,11 @@ class BilevelProblem:
         return self._upper_has_x
 
     @property
-    def single_level(self) -> bool:
-        """Whether there is no lower level."""
-        return not self.lower_terms
+    def beyond(self) -> str:
+        """What the problem is beside f and g over two sets, in words; empty for nothing."""
+        if self.single_level:
+            return "there is no lower level"
+        return "there are constraints beside the lower level" if self.residual_terms else ""
 
     def sampled_from(self, whole: BilevelProblem, share: tuple[float, float] | None) -> None:
         """Say that f and g are those of a sample of the data of another problem.
@@ -215,8 +237,8 @@ class BilevelProblem:
         inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
         inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
-        if self.constraints is not None:
-            inner.constraints = self.constraints.in_units(upper, lower)
+        inner.inner_upper_terms = [term.in_units(upper, lower) for term in self.inner_upper_terms]
+        inner.residual_terms = [rescaled(term, upper, lower) for term in self.residual_terms]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
         inner.units = (self.units[0] * upper, self.units[1] * lower)
@@ -232,17 +254,12 @@ class BilevelProblem:
             reduce: Sums a tensor over the processes.
         """
         part = copy.copy(self)
-        weights = {
-            "upper_terms": upper,
-            "inner_upper_terms": upper,
-            "lower_terms": lower,
-            "inner_terms": lower,
-        }
-        for name, weight in weights.items():
-            terms = [term.weighted(weight) for term in getattr(self, name)]
-            setattr(part, name, [LowerTerm(nothing)] if terms and weight == 0.0 else terms)
-        if self.constraints is not None:
-            part.constraints = self.constraints.weighted(upper)
+        part.upper_terms = _weighted(self.upper_terms, upper)
+        part.inner_upper_terms = _weighted(self.inner_upper_terms, upper)
+        part.lower_terms = _weighted(self.lower_terms, lower)
+        part.inner_terms = _weighted(self.inner_terms, lower)
+        # A process without data learns from the whole batch how many constraints there are.
+        part.residual_terms = [weighted(term, upper) for term in self.residual_terms]
         part._passes = Passes(reduce)
         return part
 
@@ -282,9 +299,10 @@ class BilevelProblem:
         value, (grad,) = self._differentiate_upper(x, y, (y,))
         return value, coupled("f", grad)
 
-    def limits(self, x: Tensor, y: Tensor) -> Limits:
+    def residuals(self, x: Tensor, y: Tensor) -> Residuals:
         """Return the constraints beside the lower level and their gradients, if there are any."""
-        return Limits() if self.constraints is None else self.constraints.at(self._passes, x, y)
+        terms = self.residual_terms
+        return evaluate(terms, self._passes, x, y) if terms else Residuals()
 
     def _differentiate_upper(
         self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
@@ -346,13 +364,14 @@ class BilevelProblem:
         if remember:
             # The old one is dropped before a new one is computed, so there are never two graphs.
             self._last = None
-        lower = LowerLevel(self.lower_terms, x, self._passes, self._recent)
+        passes = Passes() if self.single_level else self._passes
+        lower = LowerLevel(self.lower_terms, x, passes, self._recent)
         if remember:
             self._last = lower
         return lower
 
     def check(self, x: Tensor, y: Tensor) -> Start:
-        """Evaluate f, g and the constraints twice and refuse a problem whose values differ.
+        """Evaluate f and g twice and refuse a problem whose values differ.
 
         On such a problem a line search would compare different functions.
 
@@ -362,15 +381,12 @@ class BilevelProblem:
         x, y = x.detach(), y.detach()
         with self.uncounted():
             f = self.upper(x, y)
-            self.check_unchanged(x, y, f.value, self._lower_value(x, y))
-            first = self.limits(x, y).values
-            for before, after in zip(first, self.limits(x, y).values, strict=True):
-                _check_equal("c", before, after, y.dtype)
-            lower_gradient = 0.0
-            if not self.single_level:
-                slope = self.at(x, remember=False).gradient(y)
-                lower_gradient = self.lower_set.normal_cone_distance(y, slope)
-        return Start(math.hypot(norm(f.grad_x), norm(f.grad_y)), lower_gradient)
+            self.check_unchanged(x, y, f.value, self.at(x, remember=False).value(y))
+            slope = self.at(x, remember=False).gradient(y)
+        return Start(
+            math.hypot(norm(f.grad_x), norm(f.grad_y)),
+            self.lower_set.normal_cone_distance(y, slope),
+        )
 
     def check_unchanged(self, x: Tensor, y: Tensor, f: float, g: float) -> None:
         """Evaluate at (x, y) again, and refuse a problem that no longer has the values f and g.
@@ -381,103 +397,33 @@ class BilevelProblem:
         """
         self.forget()  # remembered results would hide a change
         with self.uncounted():
-            again = {"f": self.upper(x, y).value, "g": self._lower_value(x, y)}
+            again = {"f": self.upper(x, y).value, "g": self.at(x, remember=False).value(y)}
         for name, first in (("f", f), ("g", g)):
-            _check_equal(name, first, again[name], y.dtype)
-
-    def _lower_value(self, x: Tensor, y: Tensor) -> float:
-        return 0.0 if self.single_level else self.at(x, remember=False).value(y)
-
-
-def _check_equal(name: str, first: float, second: float, dtype: torch.dtype) -> None:
-    """Refuse a function that has two values at the same point."""
-    # Parallel sums may change the last digits between two evaluations. Dropout changes the first
-    # ones.
-    largest = max(abs(first), abs(second))
-    if abs(first - second) > _ROUNDINGS * torch.finfo(dtype).eps * largest:
-        raise BilevelError(
-            f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
-            "methods here need a deterministic objective. Switch off dropout and random "
-            "augmentation, or fix their random numbers."
-        )
+            second = again[name]
+            # Parallel sums may change the last digits between two evaluations. Dropout changes the
+            # first ones.
+            largest = max(abs(first), abs(second))
+            if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
+                raise BilevelError(
+                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
+                    "methods here need a deterministic objective. Switch off dropout and random "
+                    "augmentation, or fix their random numbers."
+                )
 
 
-def _functions(name: str, given: Any) -> list[Any]:
-    functions = list(given) if isinstance(given, Sequence) else [given]
-    if not functions or not all(callable(function) for function in functions):
-        raise TypeError(
-            f"`BilevelProblem({name}={given!r})` must be a function, or a non-empty list of "
-            "functions."
-        )
-    return functions
-
-
-def _upper_terms(upper: Any, features: Any) -> list[LowerTerm]:
-    losses = _functions("upper", upper)
-    if features is None:
-        return [term if isinstance(term, LowerTerm) else LowerTerm(term) for term in losses]
-    parts = _functions("upper_features", features)
-    if len(parts) != len(losses):
-        raise ValueError(
-            f"`BilevelProblem` was given {len(parts)} upper_features for {len(losses)} terms of "
-            "`upper`: each term needs its own."
-        )
-    return [LowerTerm(loss, part) for loss, part in zip(losses, parts, strict=True)]
-
-
-def _lower_terms(lower: Any, features: Any, outputs: Any) -> list[LowerTerm]:
-    if lower is None:
-        if features is not None or outputs is not None:
-            raise ValueError(
-                "`BilevelProblem(lower=None)` was given features or outputs: they are parts of a "
-                "lower level. Give `lower`, or leave them out."
-            )
-        return []
-    losses = _functions("lower", lower)
-    parts: dict[str, list[Any]] = {}
-    for name, given in (("features", features), ("outputs", outputs)):
-        parts[name] = [None] * len(losses) if given is None else _functions(name, given)
-        if len(parts[name]) != len(losses):
-            raise ValueError(
-                f"`BilevelProblem` was given {len(parts[name])} {name} for {len(losses)} terms of "
-                "`lower`: each term needs its own."
-            )
-    if features is not None and outputs is not None:
-        raise ValueError(
-            "`BilevelProblem` was given features and outputs: g may have one or the other."
-        )
+def _terms(losses: Any, features: Any = None, outputs: Any = None) -> list[LowerTerm]:
+    """Return one term per chunk, each with its own parts."""
+    losses = _as_list(losses)
+    parts = [[None] * len(losses) if p is None else _as_list(p) for p in (features, outputs)]
     return [
-        LowerTerm(*term) for term in zip(losses, parts["features"], parts["outputs"], strict=True)
+        loss if isinstance(loss, LowerTerm) else LowerTerm(loss, *own)
+        for loss, *own in zip(losses, *parts, strict=True)
     ]
 
 
-def _inner_terms(inner: Any, lower: list[LowerTerm]) -> list[LowerTerm]:
-    if inner is None:
-        return lower
-    given = _functions("inner", inner)
-    if len(given) != len(lower):
-        raise ValueError(
-            f"`BilevelProblem` was given {len(given)} terms of `inner` for {len(lower)} terms of "
-            "`lower`: each term needs its own."
-        )
-    # A plain function takes what the loss of its chunk takes: features or outputs, if there are.
-    return [
-        term if isinstance(term, LowerTerm) else LowerTerm(term, twin.features, twin.outputs)
-        for term, twin in zip(given, lower, strict=True)
-    ]
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else [given]
 
 
-def _checked_indices(touched: Any) -> Tensor | None:
-    if touched is None or (
-        isinstance(touched, Tensor) and touched.dtype == torch.int64 and touched.ndim == 1
-    ):
-        return touched
-    got = (
-        f"a tensor of {touched.dtype} and shape {tuple(touched.shape)}"
-        if isinstance(touched, Tensor)
-        else f"a {type(touched).__name__}"
-    )
-    raise TypeError(
-        f"`BilevelProblem(touched=...)` was given {got}: it must be a flat tensor of torch.int64, "
-        "the coordinates of x that the mini-batch touches, or None for all."
-    )
+def _weighted(terms: list[LowerTerm], weight: float) -> list[LowerTerm]:
+    return [term.weighted(weight) for term in terms] if weight else [LowerTerm(nothing)]

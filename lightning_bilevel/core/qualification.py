@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import Box, ConvexSet, Product, is_bounded
@@ -25,69 +24,30 @@ __all__ = [
     "Reweighted",
     "ReweightedSigmoidNetwork",
     "StrictlyConvex",
-    "Verdict",
     "cross_entropy_bound",
     "judge",
 ]
-
-Status = Literal["holds", "fails", "not known"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is known about the constraint qualification of a problem.
-
-    Attributes:
-        status: Whether it holds.
-        words: The whole sentence.
-    """
-
-    status: Status
-    words: str
-
-    @classmethod
-    def holds(cls, reason: str) -> Verdict:
-        """It holds, for this reason."""
-        return cls("holds", f"holds: {reason}")
-
-    @classmethod
-    def fails(cls, reason: str) -> Verdict:
-        """It fails, for this reason."""
-        return cls("fails", f"fails: {reason}")
-
-    @classmethod
-    def not_known(cls, reason: str = "") -> Verdict:
-        """Nobody has shown that it holds, nor that it fails."""
-        return cls("not known", f"not known: {reason}" if reason else "not known")
-
-    @classmethod
-    def of_words(cls, words: str) -> Verdict:
-        """Take the status from the start of a sentence: "holds ..." or "fails ..."."""
-        for status in ("holds", "fails"):
-            if words.startswith(status):
-                return cls(status, words)
-        return cls("not known", words)
 
 
 class Condition(ABC):
     """A sufficient condition, which a problem declares and whose numbers are checked."""
 
     @abstractmethod
-    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
-        """Return what follows from the condition for an envelope and the sets Y and X."""
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
+        """Return what follows for an envelope, Y and X: "holds: ..." or "not known: ..."."""
 
 
-Qualification = str | Verdict | Condition | Callable[[Envelope], str | Verdict]
+# Words that start with "holds" or "fails", or else leave the qualification open.
+Qualification = str | Condition | Callable[[Envelope], str]
 
 
 def judge(
     qualification: Qualification, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
-) -> Verdict:
-    """Return the verdict of whatever was declared: words, a verdict, a condition or a function."""
+) -> str:
+    """Return what was declared, in words."""
     if isinstance(qualification, Condition):
         return qualification(envelope, lower_set, upper_set)
-    said = qualification(envelope) if callable(qualification) else qualification
-    return said if isinstance(said, Verdict) else Verdict.of_words(said)
+    return qualification(envelope) if callable(qualification) else qualification
 
 
 class StrictlyConvex(Condition):
@@ -97,8 +57,8 @@ class StrictlyConvex(Condition):
     :math:`\nabla R = 0` and :math:`R = 0.25 - \delta` at :math:`y = 0.5`.
     """
 
-    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
-        return Verdict.holds("for each delta > 0, because g is strictly convex in y")
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
+        return "holds: for each delta > 0, because g is strictly convex in y"
 
 
 @dataclass(frozen=True)
@@ -117,10 +77,10 @@ class ConstantAffineSegments(Condition):
 
     reason: str
 
-    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
-        return Verdict.holds(
-            "for each delta > 0, because g is convex in y and constant along its affine segments "
-            f"({self.reason})"
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
+        return (
+            "holds: for each delta > 0, because g is convex in y and constant along its affine "
+            f"segments ({self.reason})"
         )
 
 
@@ -145,29 +105,20 @@ class Reweighted(Condition):
 
     spread: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.spread is not None and not 0.0 <= self.spread < math.inf:
-            raise ValueError(
-                f"`Reweighted(spread={self.spread})` must be nonnegative and finite: it bounds how "
-                "far the loss of a sample varies over Y. Leave it out if no bound is known."
-            )
-
-    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
         if is_bounded(lower_set) is not True:
-            return Verdict.not_known(
-                f"the losses must be bounded on Y, which {lower_set!r} does not tell"
-            )
+            return f"not known: the losses must be bounded on Y, which {lower_set!r} does not tell"
         boxes = _boxes(upper_set)
         if not boxes:
-            return Verdict.not_known(f"x must lie in a bounded box, and lies in {upper_set!r}")
+            return f"not known: x must lie in a bounded box, and lies in {upper_set!r}"
         # -M. If the bounds differ, the largest lower one leaves the largest weight.
         lowest = max(float(box.lower.max()) for box in boxes)
         smallest_weight = _sigmoid(lowest)
         if self.spread is None:
             most = envelope.delta / smallest_weight if smallest_weight > 0.0 else math.inf
-            return Verdict.not_known(
-                f"it holds if the loss of each sample varies over Y by less than {most:.2g} = "
-                f"delta / omega({lowest:g})"
+            return (
+                "not known: it holds if the loss of each sample varies over Y by less than "
+                f"{most:.2g} = delta / omega({lowest:g})"
             )
         threshold = smallest_weight * self.spread
         numbers = (
@@ -175,8 +126,8 @@ class Reweighted(Condition):
             f"D = {self.spread:.4g}"
         )
         if envelope.delta > threshold:
-            return Verdict.holds(f"delta = {envelope.delta:g} > {numbers}")
-        return Verdict.not_known(f"delta = {envelope.delta:g} <= {numbers}")
+            return f"holds: delta = {envelope.delta:g} > {numbers}"
+        return f"not known: delta = {envelope.delta:g} <= {numbers}"
 
 
 @dataclass(frozen=True)
@@ -195,10 +146,10 @@ class ReweightedSigmoidNetwork(Condition):
     hidden: int
     classes: int
 
-    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> Verdict:
+    def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
         boxes = _boxes(lower_set)
         if not boxes:
-            return Verdict.not_known(f"y must lie in a bounded box, and lies in {lower_set!r}")
+            return f"not known: y must lie in a bounded box, and lies in {lower_set!r}"
         size = max(float(bound.abs().max()) for box in boxes for bound in (box.lower, box.upper))
         spread = cross_entropy_bound(classes=self.classes, features=self.hidden, weight=size)
         return Reweighted(spread)(envelope, lower_set, upper_set)
@@ -224,17 +175,6 @@ def cross_entropy_bound(
         weight: B, a bound on the size of its weights and biases.
         feature: F, a bound on the size of a feature.
     """
-    counts = {"classes": classes, "features": features}
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"`cross_entropy_bound({name}={count})` must be at least 1.")
-    sizes = {"weight": weight, "feature": feature}
-    for name, size in sizes.items():
-        if not 0.0 <= size < math.inf:
-            raise ValueError(
-                f"`cross_entropy_bound({name}={size})` must be nonnegative and finite: without a "
-                "bound on the logits the cross-entropy has none."
-            )
     return 2 * weight * (features * feature + 1) + math.log(classes)
 
 

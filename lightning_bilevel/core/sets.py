@@ -24,7 +24,6 @@ __all__ = [
     "Box",
     "ConvexSet",
     "Free",
-    "NonNegative",
     "Product",
     "Scaled",
     "Simplex",
@@ -96,25 +95,8 @@ class Box:
         # float64 keeps a bound such as 0.1 exact until it meets the variable's own dtype.
         self.lower = torch.as_tensor(lower, dtype=torch.float64, device="cpu").detach().clone()
         self.upper = torch.as_tensor(upper, dtype=torch.float64, device="cpu").detach().clone()
-        for name, bound in (("lower", self.lower), ("upper", self.upper)):
-            if torch.isnan(bound).any():
-                raise ValueError(f"`{self!r}`: the {name} bound must not be NaN.")
-        if self.lower.ndim and self.upper.ndim and self.lower.numel() != self.upper.numel():
-            raise ValueError(
-                f"`Box` was given {self.lower.numel()} lower and {self.upper.numel()} upper "
-                "bounds: the numbers must agree."
-            )
-        size = max(self.lower.numel(), self.upper.numel())
-        low = self.lower.reshape(-1).expand(size)
-        up = self.upper.reshape(-1).expand(size)
-        wrong = int((low > up).sum())
-        if wrong:
-            first = int((low > up).nonzero()[0])
-            where = f" at coordinate {first} ({wrong} in all)" if low.numel() > 1 else ""
-            raise ValueError(
-                f"`Box(lower={float(low[first]):g}, upper={float(up[first]):g})`{where}: "
-                "the lower bound must not exceed the upper bound."
-            )
+        if not (self.lower.reshape(-1) <= self.upper.reshape(-1)).all():
+            raise ValueError(f"`{self!r}`: a lower bound must not exceed its upper bound.")
         # The usual case is two numbers, for which torch has a faster clamp.
         self._numbers = (
             None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
@@ -132,13 +114,13 @@ class Box:
 
     def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key = (v.dtype, v.device)
-        for bound in (self.lower, self.upper):
-            if bound.ndim and bound.numel() != v.numel():
-                raise ValueError(
-                    f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
-                    "coordinates."
-                )
         if key not in self._seen:
+            for bound in (self.lower, self.upper):
+                if bound.ndim and bound.numel() != v.numel():
+                    raise ValueError(
+                        f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
+                        "coordinates."
+                    )
             lower = self.lower.reshape(-1) if self.lower.ndim else self.lower
             upper = self.upper.reshape(-1) if self.upper.ndim else self.upper
             self._seen[key] = lower.to(v), upper.to(v)
@@ -162,16 +144,6 @@ def _short(bound: Tensor) -> str:
     return f"{float(bound):g}" if bound.numel() == 1 else f"<{bound.numel()} bounds>"
 
 
-class NonNegative(Box):
-    """The vectors with no negative coordinate."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0, torch.inf)
-
-    def __repr__(self) -> str:
-        return "NonNegative()"
-
-
 class Ball:
     r"""The Euclidean ball :math:`\{v : \|v - c\| \le r\}`.
 
@@ -193,11 +165,6 @@ class Ball:
         return f"Ball(radius={self.radius:g}, center={_short(self.center)})"
 
     def _offset(self, v: Tensor) -> tuple[Tensor, Tensor, float]:
-        if self.center.ndim and self.center.numel() != v.numel():
-            raise ValueError(
-                f"`{self!r}` has a center of {self.center.numel()} coordinates, the variable has "
-                f"{v.numel()}."
-            )
         center = self.center.reshape(-1).to(v) if self.center.ndim else self.center.to(v)
         offset = v - center
         return center, offset, norm(offset)
@@ -274,11 +241,6 @@ class Product:
     """
 
     def __init__(self, sets: Sequence[ConvexSet], sizes: Sequence[int]) -> None:
-        if len(sets) != len(sizes) or not sets:
-            raise ValueError(
-                f"`Product` was given {len(sets)} sets for {len(sizes)} blocks: one set per block "
-                "is needed."
-            )
         self.sets = list(sets)
         self.sizes = list(sizes)
 
@@ -293,20 +255,14 @@ class Product:
             return False
         return None if None in blocks else True
 
-    def _split(self, v: Tensor) -> tuple[Tensor, ...]:
-        if v.numel() != sum(self.sizes):
-            raise ValueError(
-                f"`{self!r}` covers {sum(self.sizes)} coordinates, the variable has {v.numel()}."
-            )
-        return torch.split(v, self.sizes)
-
     def project(self, v: Tensor) -> Tensor:
-        return torch.cat(
-            [s.project(block) for s, block in zip(self.sets, self._split(v), strict=True)]
-        )
+        blocks = zip(self.sets, torch.split(v, self.sizes), strict=True)
+        return torch.cat([s.project(block) for s, block in blocks])
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        blocks = zip(self.sets, self._split(v), self._split(gradient), strict=True)
+        blocks = zip(
+            self.sets, torch.split(v, self.sizes), torch.split(gradient, self.sizes), strict=True
+        )
         return math.hypot(*(s.normal_cone_distance(b, d) for s, b, d in blocks))
 
 
@@ -317,8 +273,6 @@ class Scaled:
     """
 
     def __init__(self, base: ConvexSet, unit: float) -> None:
-        if not 0.0 < unit < torch.inf:
-            raise ValueError(f"`Scaled(unit={unit})` must be positive and finite.")
         self.base = base
         self.unit = float(unit)
 

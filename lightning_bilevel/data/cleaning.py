@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.data.annotators import annotated_labels
-from lightning_bilevel.data.corruption import CorruptionKind, check_corruption, corrupt_labels
+from lightning_bilevel.data.corruption import LabelNoise, corrupt_labels
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.data.growing import Growing
 from lightning_bilevel.data.samples import (
@@ -21,11 +18,10 @@ from lightning_bilevel.data.samples import (
     Samples,
     as_images,
     check_labels,
+    check_positive,
     common_images,
-    length,
     read_dataset,
 )
-from lightning_bilevel.data.tables import TensorTable, as_it_is
 
 __all__ = ["CleaningData", "DatasetCleaning", "Splits"]
 
@@ -36,6 +32,21 @@ class Splits(NamedTuple):
     train: Samples
     validation: Samples
     test: Samples | None
+
+
+class Table(TensorDataset):
+    """Tensors from which a DataLoader cuts a batch in one piece.
+
+    To pick samples one by one and stack them takes longer than a step of a small network.
+    """
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        chosen = torch.as_tensor(indices)
+        return tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class Parts(Repeated):
@@ -70,9 +81,6 @@ class CleaningData(FullBatchDataModule):
         n_test: The number of test samples; None takes all of them.
         corruption: The share of training labels that are made wrong, between 0 and 1.
         kind: A wrong label is any of the other classes (``uniform``), or the next class (``pair``).
-            Or twenty annotators of different reliability have labelled the samples, each sample by
-            one of them (``annotators``; a wrong label is the next class). The batch of the lower
-            level then has the number of the annotator as its last entry.
         seed: Decides the samples of each set, their order, and the wrong labels.
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
@@ -94,15 +102,12 @@ class CleaningData(FullBatchDataModule):
             Set by ``setup``.
         clean_labels: The true labels of the training samples; None if they are not known. Set by
             ``setup``.
-        annotators: The number of the annotator of each training sample; None if there are none.
-            Set by ``setup``.
     """
 
     classes: int
     image_shape: tuple[int, ...]
     corrupted: Tensor | None = None
     clean_labels: Tensor | None = None
-    annotators: Tensor | None = None
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class CleaningData(FullBatchDataModule):
         n_validation: int = 5000,
         n_test: int | None = None,
         corruption: float = 0.5,
-        kind: CorruptionKind = "uniform",
+        kind: LabelNoise = "uniform",
         seed: int = 0,
         epoch_length: int = 100,
         chunk_size: int | None = None,
@@ -119,28 +124,16 @@ class CleaningData(FullBatchDataModule):
         growing: Growing | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length, growing=growing)
-        sizes = {
-            "n_train": n_train,
-            "n_validation": n_validation,
-            "n_test": n_test,
-            "chunk_size": chunk_size,
-            "batch_size": batch_size,
-            "upper_batch_size": upper_batch_size,
-        }
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"`{type(self).__name__}({name}={size})` must be at least 1.")
-        if upper_batch_size is not None and batch_size is None:
+        if batch_size is None and upper_batch_size is not None:
             raise ValueError(
                 f"`{type(self).__name__}(upper_batch_size={upper_batch_size})` needs `batch_size` "
                 "too: mini-batches are for both levels, full batches for both."
             )
-        if growing is not None and batch_size is not None:
+        if batch_size is not None and growing is not None:
             raise ValueError(
                 f"`{type(self).__name__}(growing=..., batch_size={batch_size})` must be given one "
                 "of the two: a growing sample is fixed within its stage."
             )
-        check_corruption(type(self).__name__, corruption, kind)
         self.n_train = n_train
         self.n_validation = n_validation
         self.n_test = n_test
@@ -150,6 +143,8 @@ class CleaningData(FullBatchDataModule):
         self.chunk_size = chunk_size
         self.batch_size = batch_size
         self.upper_batch_size = upper_batch_size
+        check_positive(self, "n_train", "n_validation", "n_test")
+        check_positive(self, "chunk_size", "batch_size", "upper_batch_size")
 
     @classmethod
     def from_datasets(  # type: ignore[override]  # Lightning's has the arguments of DataLoaders
@@ -181,23 +176,20 @@ class CleaningData(FullBatchDataModule):
 
     def load(self, generator: torch.Generator) -> Splits:
         """Return the three sets with their true labels, drawn with the generator."""
-        raise NotImplementedError(
-            f"`{type(self).__name__}` must define `load(generator)`: it returns the three sets as "
-            "`Splits`. Without a class of your own, use `CleaningData.from_datasets`."
-        )
+        raise NotImplementedError(f"`{type(self).__name__}` must define `load(generator)`.")
 
     def setup(self, stage: str | None = None) -> None:
         """Load the data and corrupt the labels, once: all stages use the same data."""
         if self.lower is not None:
             return
         generator = torch.Generator().manual_seed(self.seed)
-        loaded = self.load(generator)._asdict()
-        sets = {
-            name: self._checked(name, *samples)
-            for name, samples in loaded.items()
-            if samples is not None
-        }
-        images, labels = sets["train"]
+        sets: dict[str, Samples] = {}
+        for name, samples in self.load(generator)._asdict().items():
+            if samples is not None:
+                images = as_images(self._of(name), samples[0])
+                labels = check_labels(self._of(name), samples[1], len(images), self.classes)
+                sets[name] = images, labels
+        images, self.clean_labels = sets["train"]
         self.image_shape = tuple(images.shape[1:])
         for name, (others, _) in sets.items():
             if others.shape[1:] != images.shape[1:]:
@@ -206,30 +198,16 @@ class CleaningData(FullBatchDataModule):
                     f"`{self._of('train')}` of shape {self.image_shape}: all must have the same "
                     "size."
                 )
-        first = int(labels[0])
-        if all(bool((sets[name][1] == first).all()) for name in ("train", "validation")):
-            raise ValueError(
-                f"`{type(self).__name__}` has no other label than {first}: there must be at least "
-                "two classes."
-            )
-        lower = [images, *self._noisy(labels, generator)]
-        self.clean_labels = labels
-        self.lower = self._batch(*lower)
+        self.lower = self._batch(images, *self.corrupt(self.clean_labels, generator))
         self.upper = self.validation = self._batch(*sets["validation"])
         self.test = self._batch(*sets["test"]) if "test" in sets else None
 
-    def _noisy(self, labels: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return noisy labels, the numbers of the samples and, if there are any, of annotators."""
-        number = torch.arange(len(labels))
-        if self.kind == "annotators":
-            noisy, self.corrupted, self.annotators = annotated_labels(
-                labels, self.classes, self.corruption, generator=generator
-            )
-            return [noisy, number, self.annotators]
+    def corrupt(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Return noisy labels and sample numbers; override it for another noise."""
         noisy, self.corrupted = corrupt_labels(
             labels, self.classes, self.corruption, self.kind, generator=generator
         )
-        return [noisy, number]
+        return noisy, torch.arange(len(labels))
 
     def train_dataloader(self) -> Any:
         """Return the full batch again and again, or a loader of mini-batches for each level."""
@@ -238,7 +216,7 @@ class CleaningData(FullBatchDataModule):
         sizes = {"upper": self.upper_batch_size or self.batch_size, "lower": self.batch_size}
         return {
             level: DataLoader(
-                TensorTable(*self._whole(getattr(self, level))),
+                Table(*map(torch.cat, zip(*as_chunks(getattr(self, level)).batches, strict=True))),
                 batch_size=size,
                 shuffle=True,
                 collate_fn=as_it_is,
@@ -246,40 +224,21 @@ class CleaningData(FullBatchDataModule):
             for level, size in sizes.items()
         }
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        # Full batches were moved once; for these this changes nothing.
-        return move_data_to_device(batch, device)
-
     def val_dataloader(self) -> list[Repeated]:
         """Return the validation set and, if there is one, the test set."""
-        return [self._parts(batch) for batch in (self.validation, self.test) if batch is not None]
+        names = ("validation", "test")
+        return [self._evaluation(name) for name in names if getattr(self, name) is not None]
 
-    def test_dataloader(self) -> Repeated:
-        if self.test is None:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` has no test set: give it one, or do not test."
-            )
-        return self._parts(self.test)
+    def _evaluation(self, name: str) -> Repeated:
+        return Parts(self._moved(as_chunks(getattr(self, name)).batches))
 
     def _of(self, name: str) -> str:
         return f"{type(self).__name__}({name}=...)"
-
-    def _checked(self, name: str, images: Tensor, labels: Tensor) -> Samples:
-        images = as_images(self._of(name), images)
-        return images, check_labels(self._of(name), labels, len(images), self.classes)
 
     def _batch(self, *tensors: Tensor) -> Any:
         if self.chunk_size is None:
             return tensors
         return list(zip(*(torch.split(tensor, self.chunk_size) for tensor in tensors), strict=True))
-
-    def _whole(self, batch: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.cat(parts) for parts in zip(*as_chunks(batch).batches, strict=True))
-
-    def _parts(self, batch: Any) -> Repeated:
-        return Parts(self._loader(as_chunks(batch).batches, 1).batch)
 
 
 class DatasetCleaning(CleaningData):
@@ -310,25 +269,21 @@ class DatasetCleaning(CleaningData):
         corruption: float = 0.0,
         **options: Any,
     ) -> None:
-        datasets = {"train": train, "validation": validation}
-        if test is not None:
-            datasets["test"] = test
-        sizes = {name: length(self._of(name), dataset) for name, dataset in datasets.items()}
         super().__init__(
-            n_train=sizes["train"],
-            n_validation=sizes["validation"],
-            n_test=sizes.get("test"),
+            n_train=len(train),  # type: ignore[arg-type]
+            n_validation=len(validation),  # type: ignore[arg-type]
+            n_test=None if test is None else len(test),  # type: ignore[arg-type]
             corruption=corruption,
             **options,
         )
-        if classes is not None and classes < 2:
-            raise ValueError(f"`DatasetCleaning(classes={classes})` must be at least 2.")
-        mask = None if corrupted is None else self._mask(corrupted)
-        self._datasets = datasets
+        self._datasets = {"train": train, "validation": validation}
+        if test is not None:
+            self._datasets["test"] = test
         self._classes = classes
+        mask = None if corrupted is None else self._mask(corrupted)
         self.setup()
         # No label was changed here, so only the user's mask says which ones are wrong.
-        if mask is not None or corruption == 0:
+        if corruption == 0:
             self.corrupted = mask
             self.clean_labels = None
 
@@ -337,27 +292,19 @@ class DatasetCleaning(CleaningData):
         common = common_images(sets["train"][0], sets["validation"][0])
         if common:
             pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5])
-            if len(common) > 5:
-                pairs += ", ..."
             raise ValueError(
-                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}): "
-                "the validation set must not overlap the training set, so leave them out of one of "
-                "the two."
+                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}"
+                f"{', ...' if len(common) > 5 else ''}): leave them out of one of the two."
             )
         self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
         return Splits(sets["train"], sets["validation"], sets.get("test"))
 
     def _mask(self, corrupted: Sequence[bool] | Tensor) -> Tensor:
         mask = torch.as_tensor(corrupted).cpu()
-        if mask.dtype != torch.bool or mask.shape != (self.n_train,):
+        if mask.dtype != torch.bool or mask.shape != (self.n_train,) or self.corruption:
             raise ValueError(
-                f"`{self._of('corrupted')}` has shape {tuple(mask.shape)} and {mask.dtype}: it "
-                f"must be a mask of True and False, one for each of the {self.n_train:,} training "
-                "samples."
-            )
-        if self.corruption:
-            raise ValueError(
-                f"`DatasetCleaning(corrupted=..., corruption={self.corruption})` must be given one "
-                "of the two: which labels are wrong, or how many to make wrong."
+                f"`{self._of('corrupted')}` must be a mask of True and False, one for each of the "
+                f"{self.n_train:,} training samples, and cannot be given together with "
+                "`corruption`."
             )
         return mask

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["CorruptionKind", "LabelNoise", "check_corruption", "corrupt_labels"]
+__all__ = ["LabelNoise", "corrupt_labels"]
 
 LabelNoise = Literal["uniform", "pair"]
-CorruptionKind = Literal["uniform", "pair", "annotators"]
-
-
-def check_corruption(call: str, rate: float, kind: str, kinds: Any = CorruptionKind) -> None:
-    """Refuse an impossible rate or kind; the error names the call that the user wrote."""
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(
-            f"`{call}(corruption={rate})` must be between 0 and 1: it is the share of wrong labels."
-        )
-    if kind not in get_args(kinds):
-        raise ValueError(
-            f"`{call}(kind={kind!r})` must be one of {', '.join(map(repr, get_args(kinds)))}."
-        )
 
 
 def corrupt_labels(
@@ -56,18 +43,16 @@ def corrupt_labels(
         >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != labels))
         (2, True)
     """
-    check_corruption("corrupt_labels", corruption, kind, LabelNoise)
-    if classes < 2:
+    if classes < 2 or not 0.0 <= corruption <= 1.0 or kind not in ("uniform", "pair"):
         raise ValueError(
-            f"`corrupt_labels(classes={classes})` must be at least 2: with one class no label is "
-            "wrong."
+            f"`corrupt_labels(classes={classes}, corruption={corruption}, kind={kind!r})` needs "
+            "two classes, a share from 0 to 1, and 'uniform' or 'pair'."
         )
     n = len(labels)
     order = torch.randperm(n, generator=generator)
+    shift: Tensor | int = 1
     if kind == "uniform":
         shift = torch.randint(1, classes, (n,), generator=generator)
-    else:
-        shift = torch.ones(n, dtype=torch.int64)
     corrupted = torch.zeros(n, dtype=torch.bool)
     corrupted[order[: round(corruption * n)]] = True
     return torch.where(corrupted, (labels + shift) % classes, labels), corrupted

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_bilevel.data.fresh import FreshBatches
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
+from lightning_bilevel.data.samples import check_positive, parts
 
 __all__ = ["EpisodeData", "Episodes", "TaskEpisodes", "draw_episode"]
 
@@ -53,40 +53,27 @@ class Episodes(NamedTuple):
             shots: The first ``shots`` examples of each class are the support, the others are
                 queries.
         """
-        call = f"Episodes.from_tasks(count={count}, shots={shots})"
-        if count < 1 or shots < 1:
-            raise ValueError(f"`{call}`: both must be at least 1.")
-        parts: list[tuple[Tensor, ...]] = []
-        for number, task in zip(range(count), tasks, strict=False):
-            parts.append(_split(f"`{call}`, task {number}", task, shots))
-            shapes = [[tuple(tensor.shape) for tensor in part] for part in (parts[0], parts[-1])]
-            if shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"`{call}`, task {number} has shapes {shapes[1]}, task 0 has {shapes[0]}: they "
-                    "must agree."
-                )
+        parts = [_split(*task, shots) for task in itertools.islice(tasks, count)]
         if len(parts) < count:
             raise ValueError(
-                f"`{call}` was given {len(parts)} tasks: there must be at least {count}."
+                f"`Episodes.from_tasks(count={count})` was given {len(parts)} tasks: there must "
+                f"be at least {count}."
             )
         return cls(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def _split(call: str, task: Any, shots: int) -> tuple[Tensor, ...]:
-    if not isinstance(task, (tuple, list)) or len(task) != 2 or len(task[0]) != len(task[1]):
-        raise TypeError(f"{call} must be a pair (data, labels) of the same length.")
-    data = torch.as_tensor(task[0]).float()
-    classes, labels = torch.unique(torch.as_tensor(task[1]), return_inverse=True)
-    places = [(labels == label).nonzero().reshape(-1) for label in range(len(classes))]
-    sizes = sorted({len(place) for place in places})
-    if len(places) < 2 or len(sizes) > 1 or sizes[0] <= shots:
+def _split(data: Any, labels: Any, shots: int) -> tuple[Tensor, ...]:
+    data = torch.as_tensor(data).float()
+    _, labels, counts = torch.unique(
+        torch.as_tensor(labels), return_inverse=True, return_counts=True
+    )
+    if len(set(counts.tolist())) > 1 or counts[0] <= shots:
         raise ValueError(
-            f"{call} has {len(places)} classes of {' or '.join(map(str, sizes))} examples: it "
-            "needs at least two classes, each with the same number of examples, more than the "
-            f"{shots} of the support."
+            f"`Episodes.from_tasks(shots={shots})` was given a task with classes of "
+            f"{counts.tolist()} examples: each must have the same number, more than {shots}."
         )
-    support = torch.cat([place[:shots] for place in places])
-    query = torch.cat([place[shots:] for place in places])
+    order = torch.argsort(labels, stable=True).view(len(counts), -1)
+    support, query = order[:, :shots].flatten(), order[:, shots:].flatten()
     return data[support], labels[support], data[query], labels[query]
 
 
@@ -115,6 +102,50 @@ def draw_episode(
         examples[:, shots:].flatten(0, 1),
         labels.repeat_interleave(queries),
     )
+
+
+@dataclass(eq=False)
+class FreshBatches:
+    """Yields batches ``{"upper": ..., "lower": ...}`` of episodes, numbered without end.
+
+    An epoch is a number of batches. The next one goes on where it ended, and so does a resumed run,
+    because the state of the loader is the number of the next batch.
+
+    Args:
+        take: Returns the episodes of some numbers.
+        tasks: The number of episodes of a batch.
+        length: The number of batches of an epoch.
+        rank: The number of this process.
+        world_size: The number of processes; each has batches of its own.
+        next: The number of the next batch.
+    """
+
+    take: Callable[[Sequence[int]], Episodes]
+    tasks: int
+    length: int
+    rank: int = 0
+    world_size: int = 1
+    next: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        # A resumed epoch has only the rest of its batches.
+        for _ in range(self.length - self.next % self.length):
+            first = (self.next * self.world_size + self.rank) * self.tasks
+            self.next += 1
+            support, support_labels, query, query_labels = self.take(
+                range(first, first + self.tasks)
+            )
+            # No index: each task of a batch has a head of its own.
+            yield {"upper": (query, query_labels, None), "lower": (support, support_labels, None)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 class EpisodeData(FullBatchDataModule):
@@ -153,6 +184,7 @@ class EpisodeData(FullBatchDataModule):
     """
 
     image_shape: tuple[int, ...]
+    _train_images: Tensor
 
     def __init__(
         self,
@@ -171,75 +203,51 @@ class EpisodeData(FullBatchDataModule):
         tasks_per_batch: int | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length)
-        sizes = {"ways": ways, "shots": shots, "queries": queries}
-        sizes |= {"n_train": n_train, "n_validation": n_validation, "n_test": n_test}
-        if tasks_per_batch is not None:
-            sizes["tasks_per_batch"] = tasks_per_batch
-        for name, size in sizes.items():
-            least = 2 if name == "ways" else 1
-            if size < least:
-                raise ValueError(
-                    f"`{type(self).__name__}({name}={size})` must be at least {least}."
-                )
-        classes = {
+        self.ways = ways
+        self.shots = shots
+        self.queries = queries
+        self.n_train = n_train
+        self.n_validation = n_validation
+        self.n_test = n_test
+        self.split_sizes = {
             "train_classes": train_classes,
             "validation_classes": validation_classes,
             "test_classes": test_classes,
         }
-        for name, count in classes.items():
-            if count is not None and count < ways:
-                raise ValueError(
-                    f"`{type(self).__name__}(ways={ways}, {name}={count})`: an episode needs "
-                    f"{ways} classes."
-                )
-        self.ways = ways
-        self.shots = shots
-        self.queries = queries
-        self.counts = dict(zip(SPLITS, (n_train, n_validation, n_test), strict=True))
-        self.split_sizes = classes
         self.split_seed = split_seed
         self.seed = seed
         self.tasks_per_batch = tasks_per_batch
-        self._train_images: Tensor | None = None
-
-    @property
-    def n_train(self) -> int:
-        """The number of training episodes."""
-        return self.counts["train"]
+        check_positive(self, "ways", "shots", "queries", "tasks_per_batch")
+        check_positive(self, *(f"n_{name}" for name in SPLITS))
 
     def load(self) -> Tensor:
         """Return all images, (classes, examples, C, H, W); ink is 1, paper is 0."""
-        raise NotImplementedError(
-            f"`{type(self).__name__}` must define `load()`: it returns the images of all classes."
-        )
-
-    def fresh_episodes(self, key: str) -> Callable[[int], Episodes]:
-        """Return what draws further episodes of the training classes, as many as asked for.
-
-        Args:
-            key: Decides the draws; they do not repeat, and are not those of ``setup``.
-        """
-        images = self._class_splits(self.load())[0]
-        numbers = itertools.count()
-
-        def drawn(count: int) -> Episodes:
-            keys = [
-                f"{self.seed}/fresh/{key}/{number}" for number in itertools.islice(numbers, count)
-            ]
-            return self._episodes(images, keys)
-
-        return drawn
+        raise NotImplementedError(f"`{type(self).__name__}` must define `load()`.")
 
     def setup(self, stage: str | None = None) -> None:
         """Load the images and draw the episodes, once: all stages use the same data."""
         if self.lower is not None:
             return
+        call = type(self).__name__
         images = self.load()
         self.image_shape = tuple(images.shape[2:])
-        splits = dict(zip(SPLITS, self._class_splits(images), strict=True))
-        if self.tasks_per_batch is not None:
-            self._train_images = splits["train"]
-        self._set({name: self._draw(name, classes) for name, classes in splits.items()})
+        if self.shots + self.queries > images.shape[1]:
+            raise ValueError(
+                f"`{call}(shots={self.shots}, queries={self.queries})` needs "
+                f"{self.shots + self.queries} examples of each class: there are {images.shape[1]}."
+            )
+        generator = torch.Generator().manual_seed(self.split_seed)
+        numbers = parts(call, len(images), self.split_sizes, generator, least=self.ways)
+        splits = {name: images[part] for name, part in zip(SPLITS, numbers, strict=True)}
+        self._train_images = splits["train"]
+        self._set(
+            {
+                name: self._episodes(
+                    part, [f"{name}/{i}" for i in range(getattr(self, f"n_{name}"))]
+                )
+                for name, part in splits.items()
+            }
+        )
 
     def _set(self, episodes: dict[str, Episodes]) -> None:
         train = episodes["train"]
@@ -249,6 +257,15 @@ class EpisodeData(FullBatchDataModule):
         self.validation = episodes["validation"]
         self.test = episodes["test"]
 
+    def _episodes(self, images: Tensor, keys: Iterable[str]) -> Episodes:
+        sizes = self.ways, self.shots, self.queries
+        drawn = [draw_episode(images, *sizes, f"{self.seed}/{key}") for key in keys]
+        return Episodes(*(torch.stack(tensors) for tensors in zip(*drawn, strict=True)))
+
+    def fresh(self, numbers: Sequence[int] | Sequence[str]) -> Episodes:
+        """Return further training episodes, which depend only on the seed and their numbers."""
+        return self._episodes(self._train_images, [f"fresh/{number}" for number in numbers])
+
     def train_dataloader(self) -> Any:
         """Return the fixed episodes, or a loader of fresh ones."""
         if self.tasks_per_batch is None:
@@ -257,51 +274,9 @@ class EpisodeData(FullBatchDataModule):
         place = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
         return FreshBatches(self.fresh, self.tasks_per_batch, self.epoch_length, *place)
 
-    def fresh(self, numbers: Sequence[int]) -> Episodes:
-        """Return further training episodes, which depend only on the seed and their numbers."""
-        if self._train_images is None:
-            raise ValueError(
-                f"`{type(self).__name__}.fresh()` needs `tasks_per_batch`, and `setup()` before."
-            )
-        return self._episodes(self._train_images, [f"{self.seed}/fresh/{i}" for i in numbers])
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        """Move a batch of fresh episodes; all others are there already."""
-        return move_data_to_device(batch, device)
-
     def val_dataloader(self) -> list[Repeated]:
         """Return the validation episodes and the test episodes."""
-        return [self._loader(episodes, 1) for episodes in (self.validation, self.test)]
-
-    def _class_splits(self, images: Tensor) -> list[Tensor]:
-        call = type(self).__name__
-        sizes = list(self.split_sizes.values())
-        needed = sum(self.ways if size is None else size for size in sizes)
-        if needed > len(images):
-            arguments = ", ".join(f"{name}={size}" for name, size in self.split_sizes.items())
-            raise ValueError(
-                f"`{call}({arguments})` with ways={self.ways} needs {needed:,} classes: there are "
-                f"{len(images):,}."
-            )
-        if self.shots + self.queries > images.shape[1]:
-            raise ValueError(
-                f"`{call}(shots={self.shots}, queries={self.queries})` needs "
-                f"{self.shots + self.queries} examples of each class: there are {images.shape[1]}."
-            )
-        generator = torch.Generator().manual_seed(self.split_seed)
-        order = torch.randperm(len(images), generator=generator)
-        rest = len(images) - sum(size or 0 for size in sizes)
-        lengths = [rest if size is None else size for size in sizes]
-        return [images[part] for part in torch.split(order[: sum(lengths)], lengths)]
-
-    def _draw(self, name: str, images: Tensor) -> Episodes:
-        return self._episodes(images, [f"{self.seed}/{name}/{i}" for i in range(self.counts[name])])
-
-    def _episodes(self, images: Tensor, keys: Sequence[str]) -> Episodes:
-        drawn = [draw_episode(images, self.ways, self.shots, self.queries, key) for key in keys]
-        return Episodes(*(torch.stack(tensors) for tensors in zip(*drawn, strict=True)))
+        return [self._evaluation(name) for name in ("validation", "test")]
 
 
 class TaskEpisodes(EpisodeData):
@@ -332,43 +307,19 @@ class TaskEpisodes(EpisodeData):
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
     ) -> None:
-        given = dict(zip(SPLITS, (train, validation, test), strict=True))
-        for name, episodes in given.items():
-            if not isinstance(episodes, Episodes):
-                raise TypeError(
-                    f"`TaskEpisodes({name}=...)` is a {type(episodes).__name__}: it must be "
-                    "`Episodes`, which `Episodes.from_tasks` makes of any source of tasks."
-                )
-            if episodes.support.shape[2:] != train.support.shape[2:]:
-                raise ValueError(
-                    f"`TaskEpisodes({name}=...)` has images of shape "
-                    f"{tuple(episodes.support.shape[2:])}, the training episodes have "
-                    f"{tuple(train.support.shape[2:])}: all must have the same."
-                )
+        self.given = dict(zip(SPLITS, (train, validation, test), strict=True))
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))
-        counts = {f"n_{name}": len(episodes.support) for name, episodes in given.items()}
-        super().__init__(
-            ways,
-            shots,
-            queries,
-            **counts,
-            epoch_length=epoch_length,
-            tasks_per_batch=tasks_per_batch,
-        )
-        if tasks_per_batch is not None and tasks_per_batch > len(train.support):
-            raise ValueError(
-                f"`TaskEpisodes(tasks_per_batch={tasks_per_batch})` was given "
-                f"{len(train.support)} training episodes: it needs at least as many."
-            )
-        self.given = given
+        counts = {f"n_{name}": len(episodes.support) for name, episodes in self.given.items()}
+        options: dict[str, Any] = {"epoch_length": epoch_length, "tasks_per_batch": tasks_per_batch}
+        super().__init__(ways, shots, queries, **counts, **options)
         self.image_shape = tuple(train.support.shape[2:])
 
     def setup(self, stage: str | None = None) -> None:
         """Set the batches of both levels, and the validation and test episodes."""
         self._set(self.given)
 
-    def fresh(self, numbers: Sequence[int]) -> Episodes:
+    def fresh(self, numbers: Sequence[Any]) -> Episodes:
         """Return training episodes; all have had their turn before one comes again."""
         train = self.given["train"]
         count = len(train.support)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bilevel.data.growing import Growing, NestedSample
+from lightning_bilevel.data.samples import check_positive
 
 __all__ = ["FullBatchDataModule"]
 
@@ -52,8 +51,6 @@ class Repeated:
 class Grown(Repeated):
     """A loader that yields the sample that belongs to the outer iteration of a run."""
 
-    sample: NestedSample
-
     def __init__(self, sample: NestedSample, length: int, trainer: Trainer) -> None:
         super().__init__(sample.batch, length)
         self.sample = sample
@@ -64,15 +61,19 @@ class Grown(Repeated):
         return (self.sample.at(self.trainer.global_step) for _ in range(self.length))
 
 
-class NoValidation(Repeated):
-    """A loader without batches, so that Lightning skips validation."""
+class NoValidation(CombinedLoader):
+    """No loader at all: Lightning skips validation, and warns of an empty loader only."""
 
     def __init__(self) -> None:
-        super().__init__({}, 0)
-        # Lightning warns about an empty loader, but this one is empty on purpose.
-        warnings.filterwarnings(
-            "ignore", message="Total length of `NoValidation` across ranks is zero"
-        )
+        super().__init__([], "sequential")
+
+    @property
+    def flattened(self) -> list[Any]:
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        """Lightning sets the loaders that it has processed."""
 
 
 class FullBatchDataModule(LightningDataModule):
@@ -103,87 +104,69 @@ class FullBatchDataModule(LightningDataModule):
         growing: Growing | None = None,
     ) -> None:
         super().__init__()
-        if epoch_length < 1:
-            raise ValueError(
-                f"`{type(self).__name__}(epoch_length={epoch_length})` must be at least 1."
-            )
         self.upper = upper
         self.lower = lower
         self.validation = validation
         self.test = test
         self.epoch_length = epoch_length
+        check_positive(self, "epoch_length")
         self.growing = growing
 
-    def train_dataloader(self) -> Repeated:
-        callbacks = getattr(self.trainer, "callbacks", ())
-        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise MisconfigurationException(
-                f"`BatchSizeFinder` cannot work on a `{type(self).__name__}`: a full batch has no "
-                "batch size to find. `Chunks` evaluates a batch that is larger than memory."
-            )
-        levels = {"upper": self.upper, "lower": self.lower}
-        missing = [name for name, batch in levels.items() if batch is None]
-        if len(missing) == 1:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}({missing[0]}=None)` has a batch of the other level alone: "
-                f"give `{missing[0]}` too, `{{}}` if its loss needs no data."
-            )
-        loader = self._loader({name: self._batch_of(name) for name in levels}, self.epoch_length)
+    def train_dataloader(self) -> Any:
+        batch = self._moved({name: self._batch_of(name) for name in ("upper", "lower")})
         if self.growing is None or self.trainer is None:
-            return loader
-        return Grown(NestedSample(self.growing, loader.batch), loader.length, self.trainer)
+            return Repeated(batch, self.epoch_length)
+        return Grown(NestedSample(self.growing, batch), self.epoch_length, self.trainer)
 
-    def val_dataloader(self) -> Repeated | list[Repeated]:
+    def val_dataloader(self) -> Any:
         if self._has("validation"):
-            return self._loader(self._batch_of("validation"), 1)
+            return self._evaluation("validation")
         if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` has no validation set: give it one, or do not validate."
-            )
+            raise self._missing("validation")
         return NoValidation()
 
     def test_dataloader(self) -> Repeated:
         if not self._has("test"):
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` has no test set: give it one, or do not test."
-            )
-        return self._loader(self._batch_of("test"), 1)
+            raise self._missing("test")
+        return self._evaluation("test")
 
     def predict_dataloader(self) -> Repeated:
         """Return the test set."""
-        if self.test is None:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` has no test set, which is what it predicts: give it one, "
-                "or give `Trainer.predict(dataloaders=...)` what to predict."
-            )
         return self.test_dataloader()
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        return batch  # `_loader` has moved it
+        # `_moved` has moved a full batch.
+        full = getattr(self.trainer and self.trainer.train_dataloader, "full_batch", False)
+        return batch if full else move_data_to_device(batch, device)
 
     def _has(self, name: str) -> bool:
         """Whether to validate or test; a problem without any data needs no batch for that."""
         return getattr(self, name) is not None or (self.upper is None and self.lower is None)
 
+    def _missing(self, name: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"`{type(self).__name__}` has no {name} set: give it one, or leave out what uses it."
+        )
+
+    def _evaluation(self, name: str) -> Repeated:
+        batch = self._batch_of(name)
+        return Repeated({} if batch is None else self._moved(batch), 1)
+
     def _batch_of(self, name: str) -> Any:
         batch = getattr(self, name)
         if isinstance(batch, (DataLoader, CombinedLoader, Dataset)):
-            if name in ("upper", "lower"):
-                advice = 'pass `{"upper": loader, "lower": loader}` to `Trainer.fit`'
-            else:
-                advice = "pass the loader to the Trainer"
             raise MisconfigurationException(
-                f"`{type(self).__name__}({name}=...)` is a {type(batch).__name__}: it must be a "
-                "batch, which is handed out as it is. Give its tensors, such as `(inputs, "
-                f"labels)`; or, for batches that change, {advice}."
+                f"`{type(self).__name__}({name}=...)` is a {type(batch).__name__}: give its "
+                "tensors, such as `(inputs, labels)`. Pass loaders, for batches that change, to "
+                'the Trainer: `{"upper": loader, "lower": loader}` for training.'
             )
         return batch
 
-    def _loader(self, batch: Any, length: int) -> Repeated:
-        if self.trainer is not None:
-            # Convert and move the batch once here, so that no step has to do it.
-            batch = self.trainer.precision_plugin.convert_input(batch)
-            batch = move_data_to_device(batch, self.trainer.strategy.root_device)
-        return Repeated({} if batch is None else batch, length)
+    def _moved(self, batch: Any) -> Any:
+        """Convert and move a batch once, so that no step has to do it."""
+        if self.trainer is None:
+            return batch
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        return move_data_to_device(batch, self.trainer.strategy.root_device)

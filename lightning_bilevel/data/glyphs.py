@@ -84,15 +84,12 @@ class GlyphEpisodes(EpisodeData):
         test_classes: int = 50,
         **options: Any,
     ) -> None:
-        classes: dict[str, Any] = {
-            "train_classes": train_classes,
-            "validation_classes": validation_classes,
-            "test_classes": test_classes,
-        }
-        super().__init__(**classes, **options)
-        for name, value in (("image_size", image_size), ("drawings", drawings)):
-            if value < 1:
-                raise ValueError(f"`GlyphEpisodes({name}={value})` must be at least 1.")
+        super().__init__(
+            train_classes=train_classes,
+            validation_classes=validation_classes,
+            test_classes=test_classes,
+            **options,
+        )
         self.image_size = image_size
         self.drawings = drawings
         self.glyph_seed = glyph_seed

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
 from lightning_bilevel.core.leaves import map_tensors, tensors
+from lightning_bilevel.data.samples import check_positive
 
 __all__ = ["Growing", "NestedSample", "stratified_permutation"]
 
@@ -39,10 +40,7 @@ class Growing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("start", "every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`Growing({name}={value})` must be at least 1.")
+        check_positive(self, "start", "every")
         if not 1.0 < self.factor < float("inf"):
             raise ValueError(f"`Growing(factor={self.factor})` must be above 1 and finite.")
 
@@ -79,8 +77,7 @@ class NestedSample:
         self._every = growing.every
         self._chunks = {level: as_chunks(batch[level]) for level in ("upper", "lower")}
         self._orders = {
-            level: stratified_permutation(_count(level, chunks), growing.seed, _classes(chunks))
-            for level, chunks in self._chunks.items()
+            level: _order(level, chunks, growing.seed) for level, chunks in self._chunks.items()
         }
         self.sizes = growing.sizes(max(map(len, self._orders.values())))
         self.number, self.begins = -1, False
@@ -154,21 +151,16 @@ def stratified_permutation(n: int, seed: int, classes: Tensor | None = None) -> 
     return by_class[torch.argsort(places, stable=True)]
 
 
-def _count(level: str, chunks: Chunks) -> int:
+def _order(level: str, chunks: Chunks, seed: int) -> Tensor:
+    counts = list(map(samples_in, chunks.batches))
     lengths = [{len(tensor) for tensor in tensors(part) if tensor.ndim} for part in chunks.batches]
     if chunks.weights is not None or any(len(each) > 1 for each in lengths):
         raise ValueError(
             f"`growing` was given a {level} batch that it cannot draw from: the first dimension of "
             "each tensor must count the samples, and `Chunks` must have no weights."
         )
-    return sum(map(samples_in, chunks.batches))
-
-
-def _classes(chunks: Chunks) -> Tensor | None:
-    """Return the labels of a batch (inputs, labels, ...), if they are classes."""
-    labels = [
-        part[1] if isinstance(part, (tuple, list)) and part[1:] else None for part in chunks.batches
-    ]
-    kept = [label.cpu() for label in labels if isinstance(label, Tensor) and label.ndim == 1]
-    whole = len(kept) == len(labels) and not kept[0].is_floating_point()
-    return torch.cat(kept) if whole else None
+    # The labels of a batch (inputs, labels, ...), if they are classes.
+    given = [part[1] for part in chunks.batches if isinstance(part, (tuple, list)) and part[1:]]
+    labels = [label.cpu() for label in given if isinstance(label, Tensor) and label.ndim == 1]
+    whole = len(labels) == len(counts) and not labels[0].is_floating_point()
+    return stratified_permutation(sum(counts), seed, torch.cat(labels) if whole else None)

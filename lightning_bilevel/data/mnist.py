@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_bilevel.data.cleaning import CleaningData, Splits
-from lightning_bilevel.data.samples import DATA_VARIABLE, Samples, draw
+from lightning_bilevel.data.samples import Samples, data_root, draw, missing_data
 
 __all__ = ["DigitsCleaning", "FashionMNISTCleaning", "MNISTCleaning"]
 
@@ -35,7 +32,7 @@ class MNISTCleaning(CleaningData):
 
     def __init__(self, root: str | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.root = Path(root or os.environ.get(DATA_VARIABLE) or "data")
+        self.root = data_root(root)
 
     def prepare_data(self) -> None:
         """Download the files if they are missing."""
@@ -57,14 +54,9 @@ class MNISTCleaning(CleaningData):
             dataset = getattr(datasets, self.source)(self.root, train=train, download=download)
         # torchvision and its libraries raise these for failed downloads and broken files.
         except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
-            tried = "a download did not help" if download else "only `prepare_data()` downloads it"
-            raise MisconfigurationException(
-                f"`{type(self).__name__}(root={str(self.root)!r})` has no whole {self.source} "
-                f"there, and {tried}: put the files train-images-idx3-ubyte, "
-                "train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte into "
-                f"{self.root / self.source / 'raw'}, or name the folder that has {self.source}/raw "
-                f"as `root` or in the environment variable {DATA_VARIABLE}."
-            ) from error
+            files = "the two image and the two label files (*-ubyte)"
+            folder = f"{self.source}/raw"
+            raise missing_data(type(self).__name__, files, self.root, folder) from error
         return dataset.data, dataset.targets
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_bilevel.data.samples import AnyDataset, length
+from lightning_bilevel.data.samples import AnyDataset
 
 __all__ = ["Numbered"]
 
@@ -22,7 +22,7 @@ class Numbered(Dataset[Any]):
     Args:
         dataset: A Dataset with a length, of pairs or dicts.
         keys: The source of each sample, such as an annotator or a corpus, in the order of the
-            samples: numbers from 0, or names, which are numbered as they come.
+            samples: numbers from 0; or names of any kind, which are numbered as they come.
 
     Attributes:
         names: The name of each source, by its number; empty without keys. Export weights with it:
@@ -37,30 +37,18 @@ class Numbered(Dataset[Any]):
     def __init__(
         self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None
     ) -> None:
-        n = length("Numbered(dataset=...)", dataset)
         self.dataset = dataset
         self.names: list[Any] = []
         self.keys: list[int] | None = None
         if keys is None:
             return
         given: list[Any] = keys.tolist() if isinstance(keys, Tensor) else list(keys)
-        if len(given) != n:
+        if len(given) != len(self):
             raise ValueError(
-                f"`Numbered(keys=...)` has {len(given):,} keys for {n:,} samples: one for each is "
-                "needed."
+                f"`Numbered(keys=...)` has {len(given):,} keys for {len(self):,} samples: one for "
+                "each is needed."
             )
-        for i, key in enumerate(given):
-            if key is None or key == "":
-                raise ValueError(
-                    f"`Numbered(keys=...)` has no key at sample {i}: give it one, such as "
-                    "'unknown'."
-                )
-            if isinstance(key, float) or (isinstance(key, int) and key < 0):
-                raise ValueError(
-                    f"`Numbered(keys=...)` has {key!r} at sample {i}: keys are whole numbers from "
-                    "0, or names."
-                )
-        if all(isinstance(key, int) for key in given):
+        if all(isinstance(key, int) and key >= 0 for key in given):
             self.keys = given
             self.names = list(range(max(given) + 1))
             return

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import operator
+import os
 from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, default_collate
 
 __all__ = [
-    "DATA_VARIABLE",
     "AnyDataset",
     "Samples",
     "as_images",
     "check_labels",
+    "check_positive",
     "common_images",
+    "data_root",
     "draw",
-    "length",
+    "missing_data",
+    "parts",
     "read_dataset",
 ]
 
@@ -30,10 +34,32 @@ else:
     AnyDataset = Dataset
 
 # The environment variable that names the folder of the data sets.
-DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
+_DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 
 Samples = tuple[Tensor, Tensor]
 """Images and labels, each with one entry per sample."""
+
+
+def data_root(root: str | None) -> Path:
+    """Return the folder of the data sets."""
+    return Path(root or os.environ.get(_DATA_VARIABLE) or "data")
+
+
+def missing_data(call: str, files: str, root: Path, folder: str) -> MisconfigurationException:
+    """Return the error for data that are not there, or not whole."""
+    return MisconfigurationException(
+        f"`{call}(root={str(root)!r})` has not all of its data there, and a download by "
+        f"`prepare_data()` did not bring them: put {files} into {root / folder}, or name the "
+        f"folder that has {folder} as `root` or in the environment variable {_DATA_VARIABLE}."
+    )
+
+
+def check_positive(owner: object, *names: str) -> None:
+    """Refuse a size below 1; None is no size."""
+    for name in names:
+        size = getattr(owner, name)
+        if size is not None and size < 1:
+            raise ValueError(f"`{type(owner).__name__}({name}={size})` must be at least 1.")
 
 
 def as_images(call: str, images: Tensor) -> Tensor:
@@ -53,15 +79,10 @@ def as_images(call: str, images: Tensor) -> Tensor:
 
 def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
     """Return labels as int64; refuse them unless each of the n images has a valid class."""
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.shape != (n,):
         raise TypeError(
-            f"`{call}` has labels of {labels.dtype}: they must be integers, the numbers of the "
-            "classes."
-        )
-    if labels.shape != (n,):
-        raise ValueError(
-            f"`{call}` has labels of shape {tuple(labels.shape)} for {n:,} images: it must be "
-            f"({n},)."
+            f"`{call}` has labels of {labels.dtype} and shape {tuple(labels.shape)} for {n:,} "
+            "images: each must have an integer, the number of its class."
         )
     labels = labels.detach().cpu().long()
     bad = ((labels < 0) | (labels >= classes)).nonzero()
@@ -74,123 +95,58 @@ def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
     return labels
 
 
-def draw(
-    call: str, samples: Samples, sizes: Mapping[str, int | None], generator: torch.Generator
-) -> list[Samples]:
-    """Draw disjoint parts in random order.
+def parts(
+    call: str, n: int, sizes: Mapping[str, int | None], generator: torch.Generator, least: int = 1
+) -> list[Tensor]:
+    """Draw the numbers of disjoint parts of n things in random order.
 
     Args:
         call: The name of the class whose arguments the sizes are, for the error.
-        samples: The samples to draw from.
+        n: The number of things.
         sizes: The size of each part by the name of its argument; None takes the rest.
         generator: The source of randomness.
+        least: The smallest size of a part.
     """
-    images, labels = samples
-    needed = sum(size or 1 for size in sizes.values())
-    if needed > len(labels):
+    rest = n - sum(size or 0 for size in sizes.values())
+    lengths = [rest if size is None else size for size in sizes.values()]
+    if rest < 0 or min(lengths) < least:
         arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"`{call}({arguments})` needs {needed:,} samples: there are {len(labels):,}."
+            f"`{call}({arguments})` does not fit: there are {n:,}, and each needs at least {least}."
         )
-    rest = len(labels) - sum(size or 0 for size in sizes.values())
-    order = torch.randperm(len(labels), generator=generator)
-    lengths = [rest if size is None else size for size in sizes.values()]
-    return [(images[part], labels[part]) for part in torch.split(order[: sum(lengths)], lengths)]
+    order = torch.randperm(n, generator=generator)
+    return list(torch.split(order[: sum(lengths)], lengths))
 
 
-def length(call: str, dataset: AnyDataset) -> int:
-    """Return the number of samples of a Dataset; refuse one without a length or without samples."""
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"`{call}` is a {type(dataset).__name__}: it must be a Dataset with `__getitem__` and "
-            "`__len__`."
-        )
-    if len(dataset) == 0:
-        raise ValueError(
-            f"`{call}` is an empty {type(dataset).__name__}: it must have at least one sample."
-        )
-    return len(dataset)
+def draw(
+    call: str, samples: Samples, sizes: Mapping[str, int | None], generator: torch.Generator
+) -> list[Samples]:
+    """Draw disjoint parts of the samples, see :func:`parts`."""
+    images, labels = samples
+    return [(images[part], labels[part]) for part in parts(call, len(labels), sizes, generator)]
 
 
 def read_dataset(call: str, dataset: AnyDataset) -> Samples:
     """Return the samples of a Dataset of (image, label) pairs; images as in :func:`as_images`."""
-    images, labels = _tensors(call, dataset) or _stacked(call, dataset)
-    return as_images(call, images), labels
-
-
-def _tensors(call: str, dataset: AnyDataset) -> Samples | None:
-    """Return the tensors of a TensorDataset, or of a Subset of one, without reading each sample."""
-    if type(dataset) is Subset:
-        whole = _tensors(call, dataset.dataset)
-        if whole is None:
-            return None
-        indices = torch.as_tensor(dataset.indices)
-        return whole[0][indices], whole[1][indices]
-    if type(dataset) is not TensorDataset:  # a subclass may change the samples that it returns
-        return None
-    if len(dataset.tensors) != 2:
-        raise TypeError(
-            f"`{call}` is a TensorDataset of {len(dataset.tensors)} tensors: it must have two, "
-            "images and labels."
-        )
-    return dataset.tensors[0], dataset.tensors[1]
-
-
-def _stacked(call: str, dataset: Any) -> Samples:
-    images: list[Tensor] = []
-    labels: list[int] = []
-    for i in range(len(dataset)):
-        sample = dataset[i]
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise TypeError(
-                f"`{call}` gives a {type(sample).__name__} as sample {i}: it must be a pair "
-                "(image, label)."
-            )
-        image, label = sample
-        images.append(_tensor(call, i, image))
-        if images[i].shape != images[0].shape:
-            raise ValueError(
-                f"`{call}` has an image of size {_size(images[i])} at sample {i} and of size "
-                f"{_size(images[0])} at sample 0: all must have the same size."
-            )
-        try:
-            labels.append(operator.index(label))
-        except TypeError as error:
-            raise TypeError(
-                f"`{call}` has the label {label!r} at sample {i}: labels must be integers, the "
-                "numbers of the classes."
-            ) from error
-    return torch.stack(images), torch.tensor(labels)
-
-
-def _tensor(call: str, i: int, image: Any) -> Tensor:
-    if isinstance(image, Tensor):
-        return image
     from torchvision.transforms.functional import to_tensor
 
-    try:
-        return to_tensor(image)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as error:
+    samples = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
+    pair = samples[0]
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or isinstance(pair[1], str):
         raise TypeError(
-            f"`{call}` has a {type(image).__name__} as the image of sample {i}: it must be a "
-            "tensor, a PIL image or an array."
-        ) from error
-
-
-def _size(image: Tensor) -> str:
-    return "x".join(map(str, image.shape))
+            f"`{call}` must be a Dataset of pairs (image, label), each label the number of a class."
+        )
+    images, labels = default_collate(
+        [(x if isinstance(x, Tensor) else to_tensor(x), label) for x, label in samples]
+    )
+    return as_images(call, images), labels
 
 
 def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
     """Return the pairs (index in first, index in second) of equal images, sorted by the second."""
-
-    def digests(images: Tensor) -> list[bytes]:
-        return [
-            hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-            for image in images.contiguous().numpy()
-        ]
-
-    places: dict[bytes, int] = {}
-    for i, digest in enumerate(digests(first)):
-        places.setdefault(digest, i)
-    return [(places[digest], j) for j, digest in enumerate(digests(second)) if digest in places]
+    digests = [
+        [blake2b(image.tobytes(), digest_size=16).digest() for image in images.numpy()]
+        for images in (first, second)
+    ]
+    places = {digest: i for i, digest in reversed(list(enumerate(digests[0])))}
+    return [(places[digest], j) for j, digest in enumerate(digests[1]) if digest in places]

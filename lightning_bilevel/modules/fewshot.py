@@ -17,7 +17,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
-from lightning_bilevel.modules.figures import draw_episode
+from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, nearest_centroid
 from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
@@ -82,23 +82,8 @@ class FewShot(BilevelModule):
         solver: SolverCallable = IVSP,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("tasks", tasks, 1),
-            ("ways", ways, 2),
-            ("channels", channels, 1),
-        ):
-            if value < least:
-                raise ValueError(f"`FewShot({name}={value})` must be at least {least}.")
-        if image_size < 16:
-            raise ValueError(
-                f"`FewShot(image_size={image_size})` must be at least 16: four times halved, "
-                "nothing is left of it."
-            )
-        if chunk_images < 1:
-            raise ValueError(f"`FewShot(chunk_images={chunk_images})` must be at least 1.")
         self.tasks = tasks
         self.ways = ways
-        self.image_size = image_size
         self.chunk_images = chunk_images
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
@@ -180,43 +165,11 @@ class FewShot(BilevelModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         per_batch = getattr(data, "tasks_per_batch", None)
         tasks = getattr(data, "n_train", self.tasks) if per_batch is None else per_batch
-        episodes = "training episodes" if per_batch is None else "episodes in a batch"
-        for argument, actual, what in (
-            ("tasks", tasks, episodes),
-            ("ways", getattr(data, "ways", self.ways), "classes in an episode"),
-        ):
-            expected = getattr(self, argument)
-            if actual != expected:
-                raise MisconfigurationException(
-                    f"`FewShot({argument}={expected})` was given {actual} {what}: they must agree."
-                )
-        shape = getattr(data, "image_shape", None)
-        if shape is not None and tuple(shape) != (1, self.image_size, self.image_size):
+        found = tasks, getattr(data, "ways", self.ways)
+        if found != (self.tasks, self.ways):
             raise MisconfigurationException(
-                f"`FewShot(image_size={self.image_size})` was given images of "
-                f"{'x'.join(map(str, shape))}: they must agree."
-            )
-
-    def training_step(self, batch: Any, batch_idx: int = 0) -> None:
-        """Do one outer iteration."""
-        for level in ("upper", "lower"):
-            part = batch.get(level) if isinstance(batch, dict) else None
-            # Where an index names the heads, any number of tasks will do.
-            if isinstance(part, (tuple, list)) and len(part) == 3 and part[2] is None:
-                self._check_episodes(level, *part[:2])
-        super().training_step(batch, batch_idx)
-
-    def _check_episodes(self, level: str, images: Tensor, labels: Tensor) -> None:
-        if images.ndim != 5 or labels.shape != images.shape[:2]:
-            raise MisconfigurationException(
-                f"`FewShot` was given {level} images of shape {tuple(images.shape)} and labels of "
-                f"shape {tuple(labels.shape)}: they must be (tasks, images of a task, channels, "
-                "height, width) and (tasks, images of a task)."
-            )
-        if len(images) != self.tasks:
-            raise MisconfigurationException(
-                f"`FewShot(tasks={self.tasks})` was given a batch of {len(images)} {level} "
-                "episodes: it has one head for each task of a batch, so they must agree."
+                f"`FewShot(tasks={self.tasks}, ways={self.ways})` was given {found[0]} training "
+                f"episodes (of a batch, or all) of {found[1]} classes: they must agree."
             )
 
     def predict(self, episodes: Episodes) -> Tensor:
@@ -263,10 +216,11 @@ class FewShot(BilevelModule):
                 )
 
     def episode_figure(self, episode: Episodes) -> Any:
-        """Draw one episode, one class per row; misclassified queries have a frame."""
+        """Draw the queries of one episode, each with its class and the predicted one."""
         with torch.no_grad():
             logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
-        return draw_episode(episode, logits[0].argmax(-1).tolist())
+        labels, guesses = episode.query_labels[0].tolist(), logits[0].argmax(-1).tolist()
+        return draw_samples(episode.query[0], labels, guesses, "queries: class → predicted class")
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,19 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_bilevel.data.episodes import Episodes
-from lightning_bilevel.report.figures import PALETTE
-
-__all__ = ["draw_episode", "draw_samples"]
+__all__ = ["draw_bars", "draw_curve", "draw_histogram", "draw_samples"]
 
 _COLUMNS = 8
 # The inches of a sample, and those above and below all samples.
 _CELL = (1.1, 1.3)
 _HEAD, _FOOT = 0.25, 0.1
-_WRONG = PALETTE["vermillion"]
 
 
 def draw_samples(
@@ -26,7 +21,6 @@ def draw_samples(
     given: Sequence[object],
     predicted: Sequence[object],
     title: str,
-    cmap: str = "gray_r",
 ) -> Any:
     """Draw images, each with its given and its predicted label above it.
 
@@ -35,7 +29,6 @@ def draw_samples(
         given: Their labels in the data.
         predicted: Their predicted labels.
         title: The title of the figure.
-        cmap: The colours of a grey image; by default dark on white, as digits are written.
     """
     from matplotlib.figure import Figure
 
@@ -54,61 +47,42 @@ def draw_samples(
         pixels = image.squeeze(0) if len(image) == 1 else image.movedim(0, -1)
         half, long = (side / max(pixels.shape[:2]) for side in (pixels.shape[1] / 2, len(pixels)))
         place = (middle - half, middle + half, top + 0.25 + long, top + 0.25)
-        axis.imshow(pixels.numpy(), cmap=cmap, extent=place)
+        axis.imshow(pixels.numpy(), cmap="gray_r", extent=place)
     axis.set(xlim=(0.0, width), ylim=(height, 0.0))
     figure.suptitle(title, fontsize=10, y=1 - 0.08 / height)
     return figure
 
 
-def draw_episode(episode: Episodes, guesses: Sequence[int]) -> Any:
-    """Draw one episode: each row has the support and the queries of one class.
-
-    A misclassified query has a frame and the number of the predicted class.
-
-    Args:
-        episode: The episode; E is 1.
-        guesses: The predicted label of each query.
-    """
+def _axes(xlabel: str, ylabel: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
-    support, support_labels, query, query_labels = (tensor[0].cpu() for tensor in episode)
-    ways = int(support_labels.max()) + 1
-    size = int(support.shape[-1])
-    # All images go into one picture: one axis per image would take seconds to draw.
-    side = size + 4
-    columns = (len(support) + len(query)) // ways
-    sheet = torch.zeros(ways * side, columns * side)
-    figure = Figure(figsize=(0.6 * columns + 0.6, 0.6 * ways + 0.6), layout="constrained")
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
     axis = figure.subplots()
-    for label in range(ways):
-        row: list[tuple[Tensor, int | None]] = []
-        row += [(support[i, 0], None) for i in _indices(support_labels, label)]
-        row += [(query[i, 0], guesses[i]) for i in _indices(query_labels, label)]
-        for column, (image, guess) in enumerate(row):
-            top = label * side + 2
-            left = column * side + 2
-            sheet[top : top + size, left : left + size] = image
-            if guess not in (None, label):
-                corner = left - 2, top - 2
-                frame = Rectangle(
-                    corner, side - 1, side - 1, fill=False, color=_WRONG, linewidth=1.5
-                )
-                axis.add_patch(frame)
-                style: Any = {"color": _WRONG, "fontsize": 9, "ha": "right", "va": "center"}
-                axis.text(left + size, top + 5, str(guess), **style)
-    axis.imshow(sheet.numpy(), cmap="gray_r")
-    axis.axvline(len(support) // ways * side - 0.5, color="0.5", linewidth=1)
-    axis.set_yticks([(i + 0.5) * side for i in range(ways)], [str(i) for i in range(ways)])
-    axis.set_xticks([])
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    wrong = sum(a != b for a, b in zip(guesses, query_labels.tolist(), strict=True))
-    title = f"support | queries, {wrong} of {len(guesses)} taken for another class"
-    figure.suptitle(title, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    return figure, axis
+
+
+def draw_histogram(weights: Tensor) -> Any:
+    """Draw how many samples have which weight between 0 and 1."""
+    figure, axis = _axes("weight", "samples")
+    axis.hist(weights.cpu().numpy(), bins=50, range=(0.0, 1.0))
     return figure
 
 
-def _indices(labels: Tensor, label: int) -> list[int]:
-    indices: list[int] = (labels == label).nonzero().reshape(-1).tolist()
-    return indices
+def draw_bars(weights: Tensor, names: Sequence[str], item: str) -> Any:
+    """Draw a few weights as bars, beside a line at 1, where they start."""
+    figure, axis = _axes(item, "weight")
+    places = range(len(names))
+    axis.bar(places, weights.cpu().numpy())
+    axis.axhline(1.0, color="0.5", linewidth=1, linestyle="--")
+    axis.set_xticks(places, names, rotation=0 if max(map(len, names)) < 4 else 60)
+    return figure
+
+
+def draw_curve(losses: Tensor, weights: Tensor) -> Any:
+    """Draw the weight of a sample by its loss."""
+    figure, axis = _axes("loss of a sample", "weight")
+    axis.plot(losses.cpu().numpy(), weights.cpu().numpy())
+    axis.set_ylim(0.0, 1.0)
+    return figure

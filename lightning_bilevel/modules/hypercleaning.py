@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_accuracy
@@ -21,9 +22,8 @@ from lightning_bilevel.core.qualification import (
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
-from lightning_bilevel.modules.networks import sigmoid_network
-from lightning_bilevel.modules.retraining import fresh_copy
-from lightning_bilevel.plugin.loggers import log_figure
+from lightning_bilevel.modules.networks import fresh_copy, sigmoid_network
+from lightning_bilevel.plugin.loggers import log_figure, run_folder
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
@@ -93,25 +93,14 @@ class HyperCleaning(BilevelModule):
         scheduler: SchedulerCallable | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("n_train", n_train),
-            ("inputs", inputs),
-            ("hidden", hidden),
-            ("classes", classes),
-        ):
-            least = 2 if name == "classes" else 1
-            if value < least:
-                raise ValueError(f"`HyperCleaning({name}={value})` must be at least {least}.")
-        if not 0 < upper_bound < math.inf:
-            raise ValueError(
-                f"`HyperCleaning(upper_bound={upper_bound})` must be positive and finite."
-            )
         self.classes = classes
         self.weighted_mean = weighted_mean
-        # The number of pixels; it is not checked for the user's own classifier.
-        self.inputs = inputs if classifier is None else None
         self.logits = nn.Parameter(torch.zeros(n_train))
-        self._draw = partial(sigmoid_network, inputs, hidden, classes)
+        self._draw: Callable[[], nn.Module] = (
+            partial(sigmoid_network, inputs, hidden, classes)
+            if classifier is None
+            else partial(fresh_copy, classifier)
+        )
         self.classifier = self._draw() if classifier is None else classifier
         qualification: Qualification
         if weighted_mean:
@@ -143,7 +132,7 @@ class HyperCleaning(BilevelModule):
 
     def fresh_classifier(self) -> nn.Module:
         """Return a classifier with the same layers, initialised again."""
-        return self._draw() if self.inputs is not None else fresh_copy(self.classifier)
+        return self._draw()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of the classes."""
@@ -181,17 +170,6 @@ class HyperCleaning(BilevelModule):
             raise ValueError(
                 f"`HyperCleaning(n_train={len(self.logits)})` was given {data.n_train} training "
                 "samples: they must agree."
-            )
-        if getattr(data, "classes", self.classes) > self.classes:
-            raise ValueError(
-                f"`HyperCleaning(classes={self.classes})` was given labels of {data.classes} "
-                "classes."
-            )
-        shape = getattr(data, "image_shape", None)
-        if shape is not None and self.inputs is not None and math.prod(shape) != self.inputs:
-            raise ValueError(
-                f"`HyperCleaning(inputs={self.inputs})` was given images of "
-                f"{'x'.join(map(str, shape))} = {math.prod(shape)} pixels: they must agree."
             )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -236,14 +214,20 @@ class HyperCleaning(BilevelModule):
                 self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
-        """Show the most suspicious samples in the loggers."""
+        """Show the most suspicious samples in the loggers, and in the folder of the run."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if len(getattr(data, "image_shape", None) or ()) == 3:
+            folder = run_folder(self.trainer)
 
             def draw() -> Any:
                 parts = as_chunks(data.lower).batches
                 images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-                return self.suspicious_figure(images, labels)
+                figure = self.suspicious_figure(images, labels)
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    figure.savefig(folder / "suspicious.png", dpi=120)
+                    rank_zero_info(f"The samples of lowest weight: {folder / 'suspicious.png'}")
+                return figure
 
             log_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 

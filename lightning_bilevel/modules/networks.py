@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
@@ -9,9 +11,9 @@ from torch.nn.functional import batch_norm, max_pool2d
 __all__ = [
     "MLP",
     "Conv4",
-    "SmallCNN",
     "TaskHeads",
     "adapt",
+    "fresh_copy",
     "nearest_centroid",
     "sigmoid_network",
 ]
@@ -58,14 +60,9 @@ class Conv4(nn.Module):
 
     def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
         super().__init__()
-        if channels < 1 or inputs < 1:
-            raise ValueError(
-                f"`Conv4(channels={channels}, inputs={inputs})`: both must be at least 1."
-            )
         if image_size < 16:
             raise ValueError(
-                f"`Conv4(image_size={image_size})` must be at least 16: four times halved, nothing "
-                "is left of it."
+                f"`Conv4(image_size={image_size})` must be at least 16: four poolings halve it."
             )
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
@@ -147,11 +144,9 @@ def adapt(
     """
     weight = features.new_zeros(len(features), ways, features.shape[2])
     bias = features.new_zeros(len(features), ways)
-    truth = torch.nn.functional.one_hot(labels, ways).to(features)
     for _ in range(steps):
-        # The gradient of the mean cross-entropy in the logits is (softmax - truth)/N.
         logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = (logits.softmax(-1) - truth) / features.shape[1]
+        slope = _slope(logits, labels) / features.shape[1]
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
@@ -203,25 +198,11 @@ class MLP(nn.Sequential):
         )
 
 
-class SmallCNN(nn.Sequential):
-    """Three convolutions of stride 2 with batch normalisation, and a linear layer.
-
-    Args:
-        channels: Channels of an image.
-        classes: The number of classes.
-        width: Channels of the first convolution; each next one has twice as many.
-    """
-
-    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
-        layers: list[nn.Module] = []
-        inputs = channels
-        for outputs in (width, 2 * width, 4 * width):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(),
-            ]
-            inputs = outputs
-        # 4x4 places, whatever the size of the image.
-        pool = nn.AdaptiveAvgPool2d(4)
-        super().__init__(*layers, pool, nn.Flatten(), nn.Linear(16 * inputs, classes))
+def fresh_copy(classifier: nn.Module) -> nn.Module:
+    """Return a copy whose layers are initialised again, all that have ``reset_parameters``."""
+    fresh = copy.deepcopy(classifier)
+    for layer in fresh.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return fresh

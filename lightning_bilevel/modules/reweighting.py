@@ -19,7 +19,6 @@ from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.schedule import is_number
 from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP
 
 __all__ = ["Reweighting"]
@@ -41,7 +40,7 @@ class Reweighting(BilevelModule):
     :class:`~lightning_bilevel.modules.weights.SampleWeights`,
     :class:`~lightning_bilevel.modules.weights.SourceWeights`,
     :class:`~lightning_bilevel.modules.weights.ClassWeights`,
-    :class:`~lightning_bilevel.modules.weight_net.WeightNet`, or of any module of your own. On
+    :class:`~lightning_bilevel.modules.weights.WeightNet`, or of any module of your own. On
     mini-batches the fraction is that of the batch.
 
     An upper batch is (inputs, labels). A lower batch begins in the same way and carries what the
@@ -86,22 +85,14 @@ class Reweighting(BilevelModule):
         envelope: Envelope | None = None,
     ) -> None:
         super().__init__()
-        for name, module in (("model", model), ("weights", weights)):
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"`Reweighting({name}=...)` is a {type(module).__name__}: it must be a torch "
-                    "module."
-                )
         if lr is not None and solver is not None:
             raise ValueError(
-                f"`Reweighting(lr={lr!r}, solver=...)` must be given one of the two: a solver has "
-                "the rate of the model in its `lower_optimizer`."
+                f"`Reweighting(lr={lr!r}, solver=...)`: a solver has the rate of the model in its "
+                "`lower_optimizer`. Give one of the two."
             )
-        if lr is not None and not (is_number(lr) and lr > 0):
-            raise ValueError(f"`Reweighting(lr={lr!r})` must be positive and finite.")
         self.model = model
         self.weights = weights
-        self.loss = _cross_entropy if loss is None else loss
+        self.loss = partial(cross_entropy, reduction="none") if loss is None else loss
         self.declare(
             upper=weights,
             lower=model,
@@ -117,12 +108,10 @@ class Reweighting(BilevelModule):
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the labels of a batch of either level: its first two entries."""
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            what = type(batch).__name__
+        if not isinstance(batch, (tuple, list)):
             raise TypeError(
-                f"`Reweighting` was given a {what} as a batch: it must be (inputs, labels, ...). "
-                "For another form, override `split(batch)`, which returns inputs and labels, and "
-                "`key(batch)`, which returns what the weights take."
+                f"`Reweighting` was given a {type(batch).__name__} as a batch: it must be (inputs, "
+                "labels, ...). For another form, override `split(batch)` and `key(batch)`."
             )
         return batch[0], batch[1]
 
@@ -149,12 +138,6 @@ class Reweighting(BilevelModule):
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The weighted mean of the losses."""
         weights: Tensor = self.weights(self._key(batch, losses))
-        if weights.shape != losses.shape:
-            raise ValueError(
-                f"`Reweighting(weights=...)`: {type(self.weights).__name__} returned a tensor of "
-                f"shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}: one "
-                "weight per sample is needed."
-            )
         return weights @ losses.to(weights) / weights.sum()
 
     @property
@@ -216,14 +199,11 @@ class Reweighting(BilevelModule):
         return self._checked(self.loss(self.model(inputs), labels), labels)
 
     def _checked(self, losses: Tensor, labels: Any) -> Tensor:
-        count = len(labels) if isinstance(labels, Tensor) and labels.ndim else None
-        if losses.ndim != 1 or len(losses) != (count or len(losses)):
-            samples = "" if count is None else f" for {count} samples"
+        if losses.ndim != 1 or (isinstance(labels, Tensor) and len(losses) != len(labels)):
             raise ValueError(
-                f"`Reweighting(loss=...)` returned a tensor of shape {tuple(losses.shape)}"
-                f"{samples}: it must return one loss per sample, as "
-                '`torch.nn.CrossEntropyLoss(reduction="none")` does. Of a loss per token or pixel '
-                "take the mean over each sample."
+                f"`Reweighting(loss=...)` returned a tensor of shape {tuple(losses.shape)}: it "
+                'must return one loss per sample, as `CrossEntropyLoss(reduction="none")` does. '
+                "Of a loss per token or pixel take the mean over each sample."
             )
         return losses
 
@@ -264,16 +244,3 @@ def _are_classes(outputs: Any, labels: Any) -> bool:
         and labels.ndim == 1
         and not labels.is_floating_point()
     )
-
-
-def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each sample."""
-    try:
-        return cross_entropy(outputs, labels, reduction="none")
-    except IndexError as error:
-        classes = outputs.shape[1]
-        bad = labels[(labels < 0) | (labels >= classes)]
-        raise ValueError(
-            f"`Reweighting` was given the label {int(bad[0])}: with the {classes} outputs of its "
-            f"model it must be from 0 to {classes - 1}."
-        ) from error

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.qualification import Verdict
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
@@ -55,10 +54,6 @@ class SineProblem(BilevelModule):
         super().__init__()
         if n < 1:
             raise ValueError(f"`SineProblem(n={n})` must be at least 1.")
-        if isinstance(c, list) and len(c) != n:
-            raise ValueError(
-                f"`SineProblem(c=...)` has {len(c)} entries: it must have n={n}, or be one number."
-            )
         self.a = a
         # Stored in float64 and cast on use, because a float32 module may later run in float64.
         self.shift = torch.tensor(c, dtype=torch.float64)
@@ -122,17 +117,17 @@ def largest_gap(rho: float) -> float:
     return 2 * math.sin(low) - 2 * low**2 / rho
 
 
-def _qualification(n: int, envelope: Envelope) -> Verdict:
+def _qualification(n: int, envelope: Envelope) -> str:
     """Say whether R >= 0 at the maxima of the gap, which is n times that of a sine."""
     if envelope.rho >= 1.0:
-        return Verdict.not_known(f"rho = {envelope.rho:g} is not below 1, so z need not be unique")
+        return f"not known: rho = {envelope.rho:g} is not below 1, so z need not be unique"
     largest = n * largest_gap(envelope.rho)
     if envelope.delta <= largest:
-        return Verdict.fails(
-            "the gap is periodic and has interior maxima, which are stationary points with "
+        return (
+            "fails: the gap is periodic and has interior maxima, which are stationary points with "
             f"R = {largest - envelope.delta:.4g}"
         )
-    return Verdict.holds(
-        f"delta = {envelope.delta:g} exceeds the largest gap, {largest:.4g}, so R <= 0 excludes "
-        "no point"
+    return (
+        f"holds: delta = {envelope.delta:g} exceeds the largest gap, {largest:.4g}, so R <= 0 "
+        "excludes no point"
     )

@@ -1,7 +1,10 @@
-"""Weights for data as an upper level: one per sample, per source or per class."""
+"""Weights for data as an upper level: per sample, source or class, or a curve of the loss."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,40 +14,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_bilevel.core.sets import Box, ConvexSet
-from lightning_bilevel.modules.weight_figures import draw_bars, draw_histogram
-from lightning_bilevel.modules.weight_files import Row, write_rows
+from lightning_bilevel.core.sets import Box, ConvexSet, Free
+from lightning_bilevel.files import write_whole
+from lightning_bilevel.modules.figures import draw_bars, draw_curve, draw_histogram
 from lightning_bilevel.solvers.table_rms import TableRMS
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
-__all__ = ["ClassWeights", "SampleWeights", "SourceWeights"]
+__all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]
+
+
+# The logit of a weight stays between -8 and 8, where a weight is 0 or 1 to three digits.
+_BOUND = 8.0
+# The curve is shown for losses up to here, at so many points.
+_LARGEST = 10.0
+_POINTS = 101
 
 
 class _Table(nn.Module):
     """One logit per item, which starts at 0.
 
     Args:
-        argument: The argument that says how many there are, for messages.
         n: The number of items.
-        least: The least number that makes sense.
         bound: The bound of the logits.
-        optimizer: The torch optimiser that suits them.
+        optimizer: Makes the torch optimiser that suits them.
     """
 
     item: ClassVar[str]
     entry: ClassVar[int]
 
-    def __init__(
-        self, argument: str, n: int, least: int, bound: float, optimizer: OptimizerCallable
-    ) -> None:
+    def __init__(self, n: int, bound: float, optimizer: OptimizerCallable) -> None:
         super().__init__()
-        call = type(self).__name__
-        if isinstance(n, bool) or not isinstance(n, int) or n < least:
-            raise ValueError(
-                f"`{call}({argument}={n!r})` must be a whole number of at least {least}."
-            )
-        if not 0 < bound < float("inf"):
-            raise ValueError(f"`{call}(bound={bound!r})` must be positive and finite.")
         self.logits = nn.Parameter(torch.zeros(n))
         self.feasible: ConvexSet = Box(-bound, bound)
         self.optimizer = optimizer
@@ -53,68 +52,39 @@ class _Table(nn.Module):
         """Return all weights, without gradients."""
         return self._weights(self.logits.detach())
 
-    def rows(self, ids: Sequence[Hashable] | None = None) -> list[Row]:
+    def rows(self, ids: Sequence[Hashable] | None = None) -> list[dict[str, Any]]:
         """Return ``{"id": ..., "weight": ...}`` for each item, which data frames are made of.
 
         Args:
             ids: Your name of each item, in the order of its number; None takes the numbers.
         """
         weights = self.values().tolist()
-        names = range(len(weights)) if ids is None else self._checked(ids)
+        names = range(len(weights)) if ids is None else _names(ids)
         return [{"id": name, "weight": w} for name, w in zip(names, weights, strict=True)]
 
     def export(self, path: str | Path, ids: Sequence[Hashable] | None = None) -> None:
         """Write the weights to a file, as a whole or not at all.
 
         Args:
-            path: The file: ``.csv``, with the columns id and weight, or ``.jsonl``.
+            path: The file: ``.csv``, with the columns id and weight, or else lines of JSON.
             ids: Your name of each item, in the order of its number; None takes the numbers.
         """
-        write_rows(f"{type(self).__name__}.export", Path(path), self.rows(ids))
+        rows = self.rows(ids)
+        text = io.StringIO()
+        if Path(path).suffix.lower() == ".csv":
+            table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+        else:
+            text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_whole(Path(path), text.getvalue().encode())
 
     def _weights(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _chosen(self, values: Tensor, index: Tensor) -> Tensor:
-        """Return the values of these items."""
-        call = type(self).__name__
-        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
-            kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
-            raise TypeError(
-                f"`{call}` was given {kind}: it needs the number of each sample's {self.item}, as "
-                "a tensor of whole numbers."
-            )
-        try:
-            # The backward pass of plain indexing takes longer than the whole forward pass.
-            return values.index_select(0, index.reshape(-1))
-        except IndexError as error:
-            n = len(values)
-            bad = int(index[(index < 0) | (index >= n)][0])
-            raise IndexError(
-                f"`{call}` was given the {self.item} number {bad}: it has {n:,} weights, numbered "
-                f"from 0 to {n - 1:,}."
-            ) from error
 
-    def _checked(self, ids: Sequence[Hashable]) -> list[Hashable]:
-        call = f"{type(self).__name__}.export"
-        names = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        n = len(self.logits)
-        if len(names) != n:
-            raise ValueError(
-                f"`{call}(ids=...)` has {len(names):,} names for {n:,} weights: one for each "
-                f"{self.item} is needed, in the order of its number."
-            )
-        places: dict[Hashable, int] = {}
-        for i, name in enumerate(names):
-            if name is None or name == "":
-                raise ValueError(f"`{call}(ids=...)` has no name at place {i}: each must have one.")
-            if name in places:
-                raise ValueError(
-                    f"`{call}(ids=...)` has {name!r} at the places {places[name]} and {i}: each "
-                    "name must be there once."
-                )
-            places[name] = i
-        return names
+def _names(ids: Sequence[Hashable]) -> list[Hashable]:
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
 class SampleWeights(_Table):
@@ -125,7 +95,7 @@ class SampleWeights(_Table):
     far, which depends neither on the number of samples nor on the size of a batch.
 
     The table cannot tell anything of samples that it has no row for. For data that are seen once
-    take :class:`~lightning_bilevel.modules.weight_net.WeightNet`.
+    take :class:`~lightning_bilevel.modules.weights.WeightNet`.
 
     Args:
         n: The number of samples.
@@ -146,11 +116,12 @@ class SampleWeights(_Table):
     entry = 2
 
     def __init__(self, n: int, bound: float = 8.0) -> None:
-        super().__init__("n", n, 1, bound, partial(TableRMS, lr=3.0))
+        super().__init__(n, bound, partial(TableRMS, lr=3.0))
 
     def forward(self, index: Tensor) -> Tensor:
         """Return the weights of the samples with these numbers."""
-        return self._chosen(self.logits, index).sigmoid()
+        # The backward pass of plain indexing takes longer than the whole forward pass.
+        return self.logits.index_select(0, index.reshape(-1)).sigmoid()
 
     def touched(self, index: Tensor) -> Tensor:
         """Return the numbers of the weights that a batch speaks of: those of its samples."""
@@ -167,14 +138,13 @@ class SampleWeights(_Table):
 class _Shares(_Table):
     r"""A few weights that compete: :math:`w_j = k \operatorname{softmax}(x)_j`, with mean 1."""
 
-    def __init__(self, argument: str, k: int, bound: float) -> None:
+    def __init__(self, k: int, bound: float = 8.0) -> None:
         # Weight decay would pull the weights together.
-        optimizer = partial(AdamW, lr=1e-2, weight_decay=0.0)
-        super().__init__(argument, k, 2, bound, optimizer)
+        super().__init__(k, bound, partial(AdamW, lr=1e-2, weight_decay=0.0))
 
     def forward(self, index: Tensor) -> Tensor:
         """Return for each sample the weight of the item with its number."""
-        return self._chosen(self._weights(self.logits), index)
+        return self._weights(self.logits).index_select(0, index.reshape(-1))
 
     def shares(self) -> Tensor:
         """Return the weights as shares, which are positive and sum to 1."""
@@ -186,7 +156,7 @@ class _Shares(_Table):
         Args:
             names: What stands below the bars; None takes the numbers.
         """
-        labels = range(len(self.logits)) if names is None else self._checked(names)
+        labels = range(len(self.logits)) if names is None else _names(names)
         return draw_bars(self.values(), [str(label) for label in labels], self.item)
 
     def _weights(self, logits: Tensor) -> Tensor:
@@ -219,9 +189,6 @@ class SourceWeights(_Shares):
     item = "source"
     entry = -1
 
-    def __init__(self, k: int, bound: float = 8.0) -> None:
-        super().__init__("k", k, bound)
-
 
 class ClassWeights(_Shares):
     r"""One weight per class, for classes out of balance.
@@ -243,4 +210,58 @@ class ClassWeights(_Shares):
     entry = 1
 
     def __init__(self, c: int, bound: float = 8.0) -> None:
-        super().__init__("c", c, bound)
+        super().__init__(c, bound)
+
+
+class WeightNet(nn.Module):
+    r"""A weight for each sample by its loss alone, after Shu et al. (2019).
+
+    .. math:: w(\ell) = \sigma\bigl(8 \tanh(h_x(\ell) / 8)\bigr), \qquad
+        h_x(\ell) = a^\top \max\{b\,\ell + c,\, 0\} + d, \qquad x = (a, b, c, d)
+
+    There is no table, so samples need no number and may be seen once only. All weights start at
+    1/2. The loss is taken as a number: g has no gradient in y through the weight.
+
+    A curve of the loss cannot tell a wrong label from a right one that is hard. It helps as far as
+    wrong labels have larger losses.
+
+    Args:
+        hidden: The hidden units.
+
+    Attributes:
+        entry: None: ``forward`` takes the losses of a training batch, and no entry of it.
+        feasible: The set of x, the whole space.
+        optimizer: Makes the torch optimiser that suits x: AdamW with a rate of 1e-2.
+    """
+
+    entry: ClassVar[None] = None
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        last = nn.Linear(hidden, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), last)
+        self.feasible: ConvexSet = Free()
+        self.optimizer: OptimizerCallable = partial(AdamW, lr=1e-2, weight_decay=0.0)
+
+    def forward(self, losses: Tensor) -> Tensor:
+        """Return the weights of samples with these losses."""
+        # The layers may run in half precision; the weights have the precision of the losses.
+        found = self.layers(losses.detach().unsqueeze(1)).squeeze(1).to(losses.dtype)
+        weights: Tensor = (_BOUND * torch.tanh(found / _BOUND)).sigmoid()
+        return weights
+
+    @torch.no_grad()
+    def values(self, losses: Tensor | None = None) -> Tensor:
+        """Return the weights of losses from 0 to 10, or of these, without gradients."""
+        weights: Tensor = self(self._grid() if losses is None else losses)
+        return weights
+
+    def figure(self) -> Any:
+        """Draw the weight by the loss, as a matplotlib figure."""
+        return draw_curve(self._grid(), self.values())
+
+    def _grid(self) -> Tensor:
+        parameter = next(self.parameters())
+        return torch.linspace(0.0, _LARGEST, _POINTS).to(parameter)

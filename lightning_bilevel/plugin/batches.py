@@ -20,7 +20,6 @@ __all__ = [
     "BatchProblem",
     "Batches",
     "check_batch",
-    "check_not_ended",
     "warn_of_sample",
 ]
 
@@ -108,8 +107,6 @@ class Batches:
         """
         sample: Any = getattr(loader, "sample", None)
         before = self.current
-        if before is not None:
-            check_not_ended(call, batch, before.batch)
         if sample is not None and self.whole is None:
             # The checks of the first problem are of all data.
             self.whole = self.problem_on(sample.batch, make)
@@ -163,23 +160,8 @@ def _refuse_change(call: str, solver: BilevelOptimizer) -> None:
 def check_batch(call: str, batch: Any) -> None:
     """Refuse a training batch without an upper and a lower level."""
     if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
-        if isinstance(batch, dict):
-            got = f"a dict with {sorted(batch)}"
-        else:
-            got = f"a {type(batch).__name__}"
         raise MisconfigurationException(
-            f"`{call}` was given {got} as a training batch: it must be "
+            f"`{call}` was given a {type(batch).__name__} as a training batch: it must be "
             '{"upper": ..., "lower": ...}, as a CombinedLoader over two loaders or a '
             "FullBatchDataModule gives it."
         )
-
-
-def check_not_ended(call: str, batch: Any, before: Any) -> None:
-    """Refuse a batch without data for a level that had some before."""
-    for level in ("upper", "lower"):
-        if isinstance(batch, dict) and batch.get(level) is None and before[level] is not None:
-            raise MisconfigurationException(
-                f"`{call}` was given a batch without data for the {level} level, whose loader has "
-                'ended: use `CombinedLoader(..., "max_size_cycle")`, which starts it again, or '
-                '"min_size".'
-            )

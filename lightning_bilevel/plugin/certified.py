@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,16 +13,9 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.buffers import write_buffers
-from lightning_bilevel.plugin.certifier import Multipliers, Question
-from lightning_bilevel.plugin.checkpoints import (
-    LastPoint,
-)
 from lightning_bilevel.plugin.declared import DeclaredLevels
-from lightning_bilevel.plugin.polish import polished
-from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.plugin.run import RESTORED
 from lightning_bilevel.solvers.proved import ProvedPoint
-from lightning_bilevel.solving import Solution
 
 __all__ = ["CertifiedPoints"]
 
@@ -58,7 +52,6 @@ class CertifiedPoints(DeclaredLevels):
         point: tuple[Tensor, Tensor],
         multiplier: float,
         buffers: dict[str, Tensor] | None = None,
-        constraint_multipliers: tuple[float, ...] | None = None,
     ) -> None:
         """Write an earlier point of the run into the module, as its result.
 
@@ -68,13 +61,12 @@ class CertifiedPoints(DeclaredLevels):
             point: x and y.
             multiplier: The multiplier of that point.
             buffers: The buffers of that point, see :attr:`written_buffers`.
-            constraint_multipliers: Those of the constraints beside the lower level, if any.
         """
-        last = LastPoint(*self.point, self.written_buffers)
-        self._run.last = last
-        self._run.certifier.multipliers = multiplier, constraint_multipliers
-        self.point = point[0].to(last.upper), point[1].to(last.lower)
-        self._run.shown = "an earlier point of the run, which was restored"
+        x, y = self.point
+        self._run.last = deepcopy(dict(self._module().state_dict()))
+        self._run.certifier.multiplier = multiplier
+        self.point = point[0].to(x), point[1].to(y)
+        self._run.shown = RESTORED
         write_buffers(self._module(), buffers or {})
 
     def certify(
@@ -112,107 +104,72 @@ class CertifiedPoints(DeclaredLevels):
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
                 suffice, the certificate says how accurate it is.
         """
-        declared = self._declared()
-        run = self._run
-        stream = run.stream
+        declared, run, stream = self._declared(), self._run, self._run.stream
+        solver = run.solver
         # Monitors look at a sample: their curve needs one rho from beginning to end.
         reachable = stream is not None and envelope is None and not sample
-        reachable = reachable and run.solver.envelope is not None
+        reachable = reachable and solver.envelope is not None
         envelope = envelope or self.envelope
-        if stream is not None and declared.adaptation is not None:
+        if stream is None:
+            problem, data = self._exact_problem(batch), ""
+        elif declared.adaptation is not None or envelope is None:
             return None
-        problem: BilevelProblem | None = None
-        if stream is not None and envelope is not None:
-            problem, label = stream.evaluated(batch, sample, batches)
-        elif stream is None:
-            known = run.batches.whole or run.batches.current
-            current = known if batch is None else self._problem_on(batch)
-            problem, label = None if current is None else current.problem, ""
-            if problem is None:
-                raise RuntimeError(
-                    f"`{type(self).__name__}.certify()` needs a training batch: call it after "
-                    "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
-                )
-        if envelope is None or problem is None:
+        else:
+            problem, data = stream.evaluated(batch, sample, batches)
+        if envelope is None:
             return None
+        iteration = 0 if self.last_step is None else self.last_step.iteration
+        point, name = self.point, run.point_name(declared.norms())
+        multiplier = run.certifier.multiplier
+        if multiplier is None:
+            multiplier = solver.multiplier
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.
-            name = str(kept) if envelope == run.solver.envelope else kept.name
-            point = (kept.x, kept.y)
-            multipliers: Multipliers = kept.multiplier, kept.constraint_multipliers
-            step = None
-        else:
-            name = run.point_name(declared.norms())
-            point = self.point
-            multipliers = run.certifier.multipliers or (
-                run.solver.multiplier,
-                run.solver.constraint_multipliers,
-            )
-            step = self.last_step
-        limit = None if stream is None else passes
-        question = Question(
-            problem, envelope, tolerance, *multipliers, label, name, limit, reachable
-        )
+            name = str(kept) if envelope == solver.envelope else kept.name
+            point, iteration = (kept.x, kept.y), 0
+            multiplier = kept.multiplier
         with nullcontext() if stream is None else stream.evaluating():
-            return run.certifier.certify(question, point, declared, step)
-
-    def polish(
-        self,
-        max_steps: int = 20,
-        solver: SolverCallable = IVSP,
-        *,
-        batches: int = 1000,
-        envelope: Envelope | None = None,
-        tolerance: float | None = None,
-        epsilon: float | None = None,
-    ) -> Solution:
-        """Make exact iterations on all data, from the point of a run on mini-batches.
-
-        f and g are those of the certificate: all data that the training loaders yield, in chunks
-        and in eval mode. So running statistics are constants, and there is no dropout. The module
-        keeps its point; ``module.restore((s.x, s.y), s.certificate.multiplier)`` makes a solution s
-        its result. Each iteration of IVSP takes some passes over all data.
-
-        Args:
-            max_steps: The number of outer iterations.
-            solver: Makes the solver, which starts anew: IVSP chooses its constants at this point.
-            batches: The most batches of a level. More data are a sample, and the certificate says
-                so.
-            envelope: The Moreau envelope of the certificate; None is that of the solver.
-            tolerance: The accuracy of the certificate's proximal point; None is 1e-3.
-            epsilon: End the iterations when all three KKT residuals are at most that.
-
-        Returns:
-            The last iterate with its certificate, and the point of the theorem with its own.
-        """
-        return polished(
-            type(self).__name__,
-            self._run.stream,
-            self._declared(),
-            self.point,
-            solver,
-            max_steps,
-            batches=batches,
-            envelope=envelope,
-            tolerance=tolerance,
-            epsilon=epsilon,
-        )
+            return run.certifier.certify(
+                problem,
+                point,
+                envelope,
+                iteration,
+                reachable=reachable,
+                multiplier=multiplier,
+                tolerance=tolerance,
+                qualification=declared.qualification,
+                kinks=declared.kinks(),
+                evaluated_on=data,
+                point=name,
+                passes=None if stream is None else passes,
+            )
 
     def may_evaluate(self, share: float) -> bool:
-        """Tell whether certificates took at most a share of the optimisation time so far.
+        """Compare the time of certificates so far with a share of the optimisation time.
 
         The first certificate is always allowed. So is one that is known already: it costs nothing.
         """
-        if self.last_step is None:
-            return False
-        return self._run.certifier.may_evaluate(share, self.last_step)
+        step = self.last_step
+        return step is not None and self._run.certifier.may_evaluate(
+            share, step.iteration, step.optimization_time
+        )
+
+    def _exact_problem(self, batch: Any) -> BilevelProblem:
+        known = self._run.batches.whole or self._run.batches.current
+        current = known if batch is None else self._problem_on(batch)
+        if current is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}.certify()` needs a training batch: call it after "
+                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
+            )
+        return current.problem
 
     def _proved(self) -> ProvedPoint:
         kept = self.proved
         if kept is None:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.certify(proved=True)` has no point to certify: "
-                f"{self._run.solver.unproved}. Leave `proved` out for the current point."
+                f"{self._run.solver.unproved}."
             )
         return kept

@@ -8,21 +8,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.qualification import Qualification, Verdict
+from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
-from lightning_bilevel.plugin.kinks import kinks_of
 from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
-
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["Declaration", "Level", "Sets"]
+__all__ = ["Declaration", "Level", "Sets", "kinks_of"]
 
 Sets = ConvexSet | Sequence[ConvexSet]
+
+# Layers that are not differentiable everywhere, which the convergence theorem excludes.
+_KINKED = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.SELU,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Threshold,
+    _MaxPoolNd,
+    _AdaptiveMaxPoolNd,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
 
 
 @dataclass
@@ -68,7 +86,7 @@ class Level:
         self.feasible = self._set_of(items)
 
     def has_changed(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since the last :meth:`resolve`."""
+        """Compare which parameters are frozen with the last :meth:`resolve`."""
         return any(p.requires_grad is not trainable for p, trainable in self._trainable)
 
     def read(self) -> Tensor:
@@ -88,14 +106,10 @@ class Level:
             return Free()
         if isinstance(sets, ConvexSet):
             return sets
-        if (
-            not isinstance(sets, Sequence)
-            or len(sets) != len(items)
-            or not all(isinstance(s, ConvexSet) for s in sets)
-        ):
+        if len(sets) != len(items):
             raise ValueError(
-                f"`{self.call}({self.name}_set=...)` must be one set, or a list with one set for "
-                f"each of the {len(items)} declared items."
+                f"`{self.call}({self.name}_set=...)` has {len(sets)} sets: it must be one set, or "
+                f"one for each of the {len(items)} declared items."
             )
         sizes = [sum(p.numel() for p in item) for item in items]
         trained = [(convex_set, size) for convex_set, size in zip(sets, sizes, strict=True) if size]
@@ -115,6 +129,8 @@ class Declaration:
         qualification: What is known about the constraint qualification.
         scheduler: How the scheduler of the rates is made, if there is one.
         adaptation: How the lower level is solved on a mini-batch that it belongs to.
+        method: The method of a run by two torch optimisers.
+        options: How its steps are made.
     """
 
     upper: Level
@@ -126,23 +142,12 @@ class Declaration:
     scheduler: SchedulerPlan | None = None
     adaptation: Adaptation | None = None
     method: Method | None = None
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
-        if self.adaptation is not None and not isinstance(self.adaptation, Adaptation):
-            raise TypeError(
-                f"`{self.upper.call}(adaptation=...)` is a {type(self.adaptation).__name__}: it "
-                "must be an `Adaptation`, such as `Adaptation(steps=20, lr=0.5)`."
-            )
-        known = self.qualification
-        if not isinstance(known, (str, Verdict)) and not callable(known):
-            raise TypeError(
-                f"`{self.upper.call}(qualification={known!r})` must be a condition such as "
-                "`StrictlyConvex()`, a `Verdict`, words, or a function of the envelope."
-            )
 
     @property
     def levels(self) -> tuple[Level, Level]:
@@ -166,7 +171,7 @@ class Declaration:
             level.resolve()
 
     def has_changed(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since the last :meth:`resolve`."""
+        """Compare which parameters are frozen with the last :meth:`resolve`."""
         return self.upper.has_changed() or self.lower.has_changed()
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -197,3 +202,20 @@ class Declaration:
         return [
             {"params": level.parameters, "level": level.name, "unit": unit} for level, unit in named
         ]
+
+
+def kinks_of(declared: Declared) -> list[str]:
+    """Return the names of what is not differentiable in the declared modules, each once.
+
+    A call such as ``torch.relu`` is not seen: a module that makes one says so in an attribute
+    ``kinks``, a tuple of names.
+    """
+    items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
+    found: list[str] = []
+    for item in items:
+        for module in item.modules() if isinstance(item, nn.Module) else ():
+            found.extend(getattr(module, "kinks", ()))
+            # The slopes of an ELU at 0 are 1 and alpha.
+            if isinstance(module, _KINKED) or (isinstance(module, nn.ELU) and module.alpha != 1.0):
+                found.append(type(module).__name__)
+    return list(dict.fromkeys(found))

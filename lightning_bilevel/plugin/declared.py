@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,19 +12,16 @@ from torch import Tensor
 from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
-from lightning_bilevel.plugin.checks import (
-    check_own,
-    way_to_mini_batches,
-)
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.processes import shared_problem
 from lightning_bilevel.plugin.run import Run
 from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.stochastic.step import Method, Options
 
@@ -41,7 +38,6 @@ class DeclaredLevels:
     upper_gradient: Callable[..., Any] | None = None
     lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
-    constraints: Callable[..., Sequence[Tensor]] | None = None
 
     def declare(
         self,
@@ -79,8 +75,8 @@ class DeclaredLevels:
                 have none.
             qualification: What is known about the constraint qualification of this problem: a
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
-                ``StrictlyConvex()``, a verdict or words; or a function of the envelope that
-                returns one of the two. The certificate shows it.
+                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
+                of the envelope that returns words. The certificate shows it.
             scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
@@ -89,41 +85,44 @@ class DeclaredLevels:
                 of fresh few-shot episodes do, and how it is solved there. The lower-level
                 parameters are then the start of y in each step, and do not change. Runs on all data
                 are as without it.
+            method: The method of a run on mini-batches, of
+                :mod:`lightning_bilevel.stochastic`; ``configure_optimizers`` then returns a torch
+                optimiser for each level. Without one there they are AdamW.
+            gradient_clip_val: Such a run clips the gradient of a level to this norm, one number or
+                one per level.
+            accumulate: The batches of one of its steps.
+            skip_nonfinite: Whether it leaves out a batch that is not finite, and ends after ten in
+                a row. It costs a device sync per step.
         """
         # Read from the class: an instance would bind a plain function as its method.
         solver = solver or type(self).default_solver
-        if method is not None:
-            from lightning_bilevel.solvers.ivsp.solver import IVSP
-            solver = IVSP
-        clip = (
-            gradient_clip_val
-            if isinstance(gradient_clip_val, (tuple, list))
-            else (gradient_clip_val, gradient_clip_val)
-        )
-        if solver is None:
+        if solver is None and method is None and not self._has_own_optimizers():
             raise ValueError(
-                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
+                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`, or "
+                "`configure_optimizers` a torch optimiser for each level."
             )
+        clip = gradient_clip_val
         call = f"{type(self).__name__}.declare"
-        levels = Level(call, "upper", upper, upper_set), Level(call, "lower", lower, lower_set)
-        for level in levels:
-            check_own(self._module(), level)
         self._declaration = Declaration(
-            *levels,
+            Level(call, "upper", upper, upper_set),
+            Level(call, "lower", lower, lower_set),
             (upper_unit, lower_unit),
-            solver,
+            solver or IVSP,
             envelope,
             qualification,
             plan_of(call, scheduler),
             adaptation,
             method,
-            Options(clip=tuple(clip), accumulate=accumulate, skip_nonfinite=skip_nonfinite),
+            Options(
+                clip=clip if isinstance(clip, tuple) else (clip, clip),
+                accumulate=accumulate,
+                skip_nonfinite=skip_nonfinite,
+            ),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(self._declaration.new_solver())
-        self._resumed_start: Start | None = None
-        self._resumed_stream: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] = {}
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
@@ -132,14 +131,14 @@ class DeclaredLevels:
 
         With :attr:`upper_features`, their result is the second argument.
         """
-        raise NotImplementedError(self._missing_losses())
+        raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return g on the batch of the lower level.
 
         With :attr:`lower_features` or :attr:`lower_outputs`, their result is the second argument.
         """
-        raise NotImplementedError(self._missing_losses())
+        raise NotImplementedError(f"`{type(self).__name__}` must define `lower_loss(batch)`, g.")
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
@@ -171,6 +170,9 @@ class DeclaredLevels:
         """Return the two levels with their units, as a solver takes them."""
         return self._declared().groups()
 
+    def _has_own_optimizers(self) -> bool:
+        return False
+
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)
 
@@ -182,12 +184,6 @@ class DeclaredLevels:
                 "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
             )
         return declared
-
-    def _missing_losses(self) -> str:
-        return (
-            f"`{type(self).__name__}` must define `upper_loss(batch)`, the function f, and "
-            "`lower_loss(batch)`, the function g."
-        )
 
     def _problem_on(self, batch: Any) -> BatchProblem:
         return self._run.batches.problem_on(batch, self._make_problem)
@@ -201,23 +197,19 @@ class DeclaredLevels:
         module = self._module()
         point = declared.feasible_point() if before is None else None
         split = before is None or before.is_split
-        problem, part = self._shared(batch, point=point, split=split)
+        problem, part = shared_problem(
+            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
+        )
         if point is not None:
             try:
                 start = problem.check(*point)
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                raise type(error)(f"{error} {way_to_mini_batches(run.solver)}") from error
+                way = type(run.solver).__name__
+                if not run.solver.takes_mini_batches:
+                    way = run.solver.for_mini_batches
+                raise type(error)(f"{error} Or use `{way}` on mini-batches.") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)
-
-    def _shared(
-        self, batch: Any, *, split: bool, point: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[BilevelProblem, Any]:
-        """Return f and g on a batch, shared by all processes, and the part of this process."""
-        module = self._module()
-        return shared_problem(
-            module, self.bilevel_problem, module._trainer, batch, point=point, split=split
-        )

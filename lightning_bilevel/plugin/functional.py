@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.core.constraints import Constraints, ConstraintTerm, weighted_constraints
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
@@ -27,10 +26,8 @@ def parameters_of(declared: Declared) -> list[list[nn.Parameter]]:
     items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise TypeError(
-                f"a level was declared with a {type(item).__name__}: it takes modules and "
-                "parameters."
-            )
+            kind = type(item).__name__
+            raise TypeError(f"a level takes modules and parameters, and was given a {kind}.")
     return [[item] if isinstance(item, nn.Parameter) else list(item.parameters()) for item in items]
 
 
@@ -193,7 +190,6 @@ def problem_of(
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
     has_upper_features = functions.module.upper_features is not None
-    has_constraints = functions.module.constraints is not None
 
     def upper_loss(part: Any) -> Function:
         if has_upper_features:
@@ -216,20 +212,14 @@ def problem_of(
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
 
-    def constraints(part: Any, share: float) -> ConstraintTerm:
-        return weighted_constraints(lambda x, y: call("constraints", part, x=x, y=y), share)
+    def constraints(part: Any) -> Function:
+        return lambda x, y: torch.stack(call("constraints", part, x=x, y=y))
 
     def slope(method: str, part: Any) -> Function:
         def flat(features: Any, y: Tensor) -> Tensor:
             with torch.no_grad():
                 gradients = call(method, part, features, y=y)
-            vector = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
-            if vector.shape != y.shape:
-                raise ValueError(
-                    f"`{type(functions.module).__name__}.{method}()` returned {vector.numel()} "
-                    f"numbers: the lower level has {y.numel()} trainable ones."
-                )
-            return vector
+            return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
 
         return flat
 
@@ -247,10 +237,12 @@ def problem_of(
         upper_features=[upper_features(part) for part in upper.batches]
         if has_upper_features
         else None,
-        constraints=Constraints(tuple(map(constraints, upper.batches, upper.shares)))
-        if has_constraints
-        else None,
     )
+    if getattr(functions.module, "constraints", None) is not None:
+        problem.residual_terms = [
+            weighted(constraints(part), share)
+            for part, share in zip(upper.batches, upper.shares, strict=True)
+        ]
     if has_upper_features and functions.module.upper_gradient is not None:
         problem.upper_terms = [
             replace(term, slope=weighted(slope("upper_gradient", part), share))

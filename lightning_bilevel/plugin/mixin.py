@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,39 +12,27 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.problem import Start
 from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
 from lightning_bilevel.plugin.certified import CertifiedPoints
 from lightning_bilevel.plugin.certifier import Certifier
-from lightning_bilevel.plugin.checkpoints import (
-    check_record,
-    go_on_from_last,
-    load_solver,
-    saved_name,
-    saved_start,
-    saved_stream,
-    write_record,
-)
+from lightning_bilevel.plugin.checkpoints import KEY, check_record, leave_out_partials, record_of
 from lightning_bilevel.plugin.checks import (
     check_all_declared,
-    check_callbacks,
-    check_gradients,
+    check_automatic,
     check_optimizer,
     check_precision,
     check_trainer,
 )
+from lightning_bilevel.plugin.loggers import is_logged, publish_step
 from lightning_bilevel.plugin.processes import check_same_point
-from lightning_bilevel.plugin.publishing import is_logged, publish_step
 from lightning_bilevel.plugin.random_numbers import restore_generators
-from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.plugin.streaming import (
-    Stream,
-    check_yielded,
-    has_changing_batches,
-)
-from lightning_bilevel.stochastic.run import MiniBatches, default_optimizers
+from lightning_bilevel.plugin.run import RESTORED, Run
+from lightning_bilevel.plugin.streaming import Stream, has_changing_batches
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.stochastic.run import MiniBatches, default_optimizers
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
 
@@ -110,19 +99,14 @@ class BilevelMixin(CertifiedPoints):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration, or one step on a mini-batch."""
-        if self._mini_batches is not None and self._mini_batches.step is not None:
-            self._mini_batches.training_step(self, batch, batch_idx)
+        if self.mini_batches is not None:
+            self.mini_batches.training_step(self, batch, batch_idx)
             return
-        if self._declared().has_changed():
-            raise MisconfigurationException(
-                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
-                "run, whose vectors x and y have a fixed length. Freeze before `Trainer.fit`; to "
-                "train others, call it once more."
-            )
         trainer: Any = self._module().trainer
         # Lightning counts only steps through its own wrapper of the optimizer.
         optimizer: Any = self._module().optimizers()
-        check_optimizer(self._module(), optimizer)
+        if not self._run.examined:
+            check_optimizer(self._module(), optimizer)
         stream = self._stream(trainer)
         info: StepInfo
         if stream is None:
@@ -147,13 +131,10 @@ class BilevelMixin(CertifiedPoints):
         """Refuse what Lightning would refuse with another advice; it asks for callbacks before."""
         trainer: Any = self._module()._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._declared()
-            check_gradients(trainer, self._run.solver)
-            check_callbacks(self._module(), self._run.solver)
+            check_automatic(self._module(), trainer)
+        given = super().configure_callbacks()  # type: ignore[misc]
         self._mini_batches = MiniBatches()
-        callbacks = super().configure_callbacks()  # type: ignore[misc]
-        given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-        return [*given, self._mini_batches]
+        return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
 
     def on_validation_start(self) -> None:
         """Share running statistics between the processes of a run on mini-batches."""
@@ -162,35 +143,37 @@ class BilevelMixin(CertifiedPoints):
         super().on_validation_start()  # type: ignore[misc]
 
     def on_fit_end(self) -> None:
-        """Refuse loaders that yield nothing; say what the run was on, to certify it and to warn."""
-        if self._mini_batches is not None and self._mini_batches.step is not None:
-            return
+        """Find out what a run of no steps is on, to certify it, and warn of a sample."""
         trainer: Any = self._module().trainer
-        check_yielded(type(self).__name__, trainer, trainer.num_training_batches)
-        if trainer.train_dataloader is not None:
+        if self.mini_batches is None and trainer.train_dataloader is not None:
             self._stream(trainer)
         if self.last_step is not None:
             warn_of_sample(trainer.train_dataloader)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
-        """Refuse a training step that does not call the solver."""
-        if self._mini_batches is not None and self._mini_batches.step is not None:
+        """Refuse an epoch without iterations, and parameters that were frozen in its course."""
+        if self.mini_batches is not None:
+            super().on_train_epoch_end()  # type: ignore[misc]
             return
         trainer: Any = self._module().trainer
-        epoch = trainer.fit_loop.epoch_loop.batch_progress.current
-        check_yielded(type(self).__name__, trainer, epoch.ready)
+        if self._run.solver.progress.iterations == 0:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` made no outer iteration in a whole epoch: its loaders "
+                "must yield batches, and its `training_step` must call "
+                "`super().training_step(batch, batch_idx)` or be left out."
+            )
+        if self._declared().has_changed():
+            raise MisconfigurationException(
+                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
+                "run, whose vectors x and y have a fixed length: do it before `Trainer.fit`."
+            )
         if self._run.schedule is not None:
             count = trainer.current_epoch + 1
             self._run.schedule.after("epoch", count, trainer.callback_metrics)
         if self._run.stream is not None:
             self._run.stream.share_buffers()
         self._run.stamp = self._declared().norms()
-        if self._run.solver.progress.iterations == 0:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}.training_step` made no outer iteration in a whole epoch: "
-                "it must call `super().training_step(batch, batch_idx)`, or be left out."
-            )
         super().on_train_epoch_end()  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
@@ -198,21 +181,16 @@ class BilevelMixin(CertifiedPoints):
         declared = self._declared()
         module = self._module()
         if declared.method is not None:
+            declared.resolve()
             return default_optimizers(declared)
         may_stream = self._run.solver.takes_mini_batches
         check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
         check_trainer(module.trainer)
         declared.resolve()
-        solver = declared.new_solver()
         check_all_declared(module, declared)
-        run = Run(
-            solver,
-            Certifier(start=self._resumed_start),
-            resumed=self._resumed_stream,
-        )
-        self._run = run
-        self._resumed_start = None
-        self._resumed_stream = None
+        solver = declared.new_solver()
+        record, self._resumed = self._resumed, {}
+        run = self._run = Run(solver, Certifier(_start_of(record)), resumed=record.get("stream"))
         if run.resumed is not None:
             # Before the loaders start, because they draw the order of the samples.
             restore_generators(run.resumed["generators"])
@@ -227,18 +205,21 @@ class BilevelMixin(CertifiedPoints):
         return {"optimizer": solver, "lr_scheduler": run.schedule.config()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._mini_batches is not None and self._mini_batches.step is not None:
-            return
         """Write into the checkpoint which solver and which problem it belongs to."""
-        self._declared()
-        write_record(
-            type(self).__name__,
-            checkpoint,
-            self._run.solver,
-            self._run.certifier.start,
-            self._run.last,
-            None if self._run.stream is None else self._run.stream.state(),
-        )
+        if self.mini_batches is not None:
+            checkpoint[KEY] = {"mini_batches": True}
+            super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+            return
+        run = self._run
+        record = record_of(run.solver)
+        if run.certifier.start is not None:
+            record["start"] = asdict(run.certifier.start)
+        if run.last is not None:
+            record["last"] = run.last
+        if run.stream is not None:
+            record["stream"] = run.stream.state()
+        checkpoint[KEY] = record
+        leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -246,29 +227,44 @@ class BilevelMixin(CertifiedPoints):
 
         The Trainer would convert the module only after it has loaded the weights.
         """
-        if self._declared().method is not None:
-            return
         declared = self._declared()
         module = self._module()
         trainer = module._trainer
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if checkpoint.get(KEY, {}).get("mini_batches"):
+            if trainer is not None and trainer.precision == "64-true":
+                module.double()
+            super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+            return
         declared.resolve()
         solver = declared.new_solver()
         if trainer is not None:
             check_record(type(self).__name__, checkpoint, solver, resumes=resumes)
             if trainer.precision == "64-true":
                 module.double()
+        record = checkpoint.get(KEY, {})
+        last = record.get("last")
         if resumes:
             # The run is made later, when it starts, and takes this over.
-            self._resumed_start = saved_start(checkpoint)
-            self._resumed_stream = saved_stream(checkpoint)
-            go_on_from_last(checkpoint, module, declared.levels)
+            self._resumed = record
+            checkpoint["state_dict"] |= last or {}
         else:
-            self._run.certifier.start = saved_start(checkpoint)
-            self._run.shown = saved_name(checkpoint)
-            if load_solver(checkpoint, solver):
+            self._run.certifier.start = _start_of(record)
+            self._run.shown = "" if last is None else RESTORED
+            states = checkpoint.get("optimizer_states")
+            if states and record.get("solver") == type(solver).__name__:
+                solver.load_state_dict(states[0])
                 self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+
+    @property
+    def mini_batches(self) -> MiniBatches | None:
+        """The run on mini-batches by torch optimisers; None in any other run."""
+        run = self._mini_batches
+        return run if run is not None and run.step is not None else None
+
+    def _has_own_optimizers(self) -> bool:
+        return type(self).configure_optimizers is not BilevelMixin.configure_optimizers
 
     def _stream(self, trainer: Any) -> Stream | None:
         """Return what a run on mini-batches keeps; None for a run on all data."""
@@ -303,6 +299,10 @@ class BilevelMixin(CertifiedPoints):
             extra = [] if self.upper_features is None else [self.upper_features(part)]
             total += float(self.upper_loss(part, *extra).detach())
         return total
+
+
+def _start_of(record: dict[str, Any]) -> Start | None:
+    return Start(**record["start"]) if "start" in record else None
 
 
 # Lightning looks up the signature of `training_step` at every step. Here it finds it made already,

@@ -20,18 +20,7 @@ from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = [
-    "agree",
-    "any_of",
-    "check_parts",
-    "check_same_point",
-    "cut",
-    "part_of",
-    "shared_problem",
-    "total",
-]
-
-_Level = Callable[[BilevelProblem, Tensor, Tensor], tuple[float, Tensor]]
+__all__ = ["agree", "any_of", "check_same_point", "part_of", "shared_problem", "total"]
 
 
 def shared_problem(
@@ -51,14 +40,13 @@ def shared_problem(
         trainer: Its Trainer, if it has one.
         batch: The batch, which all processes have.
         point: The point at which the parts are checked to add up to the whole; None checks nothing.
-        split: Whether each process evaluates a part of the batch. If the parts do not add up
-            because of batch normalisation, each process evaluates the whole batch instead.
+        split: Whether each process evaluates a part of the batch. With batch normalisation each
+            process evaluates the whole batch instead.
     """
     whole = problem_on(batch)
     if trainer is None or trainer.world_size == 1:
         return whole, batch
-    name = type(module).__name__
-    world = trainer.world_size
+    name, world = type(module).__name__, trainer.world_size
     # Distributed samplers repeat or drop samples, so the batches that they split never make up the
     # exact full batch.
     if not agree(leaves(batch), trainer.strategy.root_device):
@@ -67,28 +55,29 @@ def shared_problem(
             "itself, so that each sample counts once. Use a FullBatchDataModule, or "
             "`Trainer(use_distributed_sampler=False)` with the same seed in all processes."
         )
-    if split:
-        upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
-        lower, of_lower = part_of(batch["lower"], trainer.global_rank, world)
-        part = {**batch, "upper": upper, "lower": lower}
-        spread = problem_on(part).on_this_rank(of_upper, of_lower, total)
-        try:
-            if point is not None:
-                check_parts(name, whole, spread, *point, batch, part)
-            return spread, part
-        except ValueError:
-            has_batch_norm = any(
-                isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
-            )
-            if not has_batch_norm:
-                raise
-            rank_zero_warn(
-                f"`{name}` has batch normalisation, which looks at a whole batch: each of the "
-                f"{world} processes evaluates all of it, which takes as long as one process. "
-                "Normalise by group or layer to share the work, or synchronise on GPUs with "
-                "`Trainer(sync_batchnorm=True)`."
-            )
-    return problem_on(batch).on_this_rank(1 / world, 1 / world, total), batch
+    if split and _has_batch_norm(module):
+        split = False
+        rank_zero_warn(
+            f"`{name}` has batch normalisation, which looks at a whole batch: each of the {world} "
+            "processes evaluates all of it, which takes as long as one process. Normalise by "
+            "group or layer to share the work, or use `Trainer(sync_batchnorm=True)` on GPUs."
+        )
+    if not split:
+        return whole.on_this_rank(1 / world, 1 / world, total), batch
+    upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
+    lower, of_lower = part_of(batch["lower"], trainer.global_rank, world)
+    part = {**batch, "upper": upper, "lower": lower}
+    spread = problem_on(part).on_this_rank(of_upper, of_lower, total)
+    if point is not None:
+        _check_parts(name, whole, spread.on_this_rank(1.0, 1.0, total), *point)
+    return spread, part
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(
+        isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, nn.SyncBatchNorm)
+        for layer in module.modules()
+    )
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -112,7 +101,13 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
     # All chunks are checked, so that all processes refuse a batch that one of them cannot cut.
     for chunk, size in zip(chunks.batches, sizes, strict=True):
-        _check_lengths(chunk, size)
+        lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
+        if lengths != [size]:
+            raise ValueError(
+                f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split "
+                "over processes: the first dimension of each must count the samples. Keep what is "
+                "no sample in the module, or give the parts yourself, as `Chunks` with `weights`."
+            )
     count = sum(sizes)
     first = count * rank // world
     last = count * (rank + 1) // world
@@ -124,24 +119,14 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         begin = max(first - start, 0)
         end = min(last - start, size)
         if begin < end:
-            parts.append(cut(chunk, begin, end))
+            parts.append(_cut(chunk, begin, end))
         start += size
     return (parts[0] if len(parts) == 1 else Chunks(parts)), (last - first) / count
 
 
-def cut(chunk: Any, begin: int, end: int) -> Any:
+def _cut(chunk: Any, begin: int, end: int) -> Any:
     """Return some samples of a chunk; tensors without dimensions stay as they are."""
     return map_tensors(lambda tensor: tensor[begin:end] if tensor.ndim else tensor, chunk)
-
-
-def _check_lengths(chunk: Any, size: int) -> None:
-    lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
-    if lengths != [size]:
-        raise ValueError(
-            f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split over "
-            "processes: the first dimension of each must count the samples. Keep what is no sample "
-            "in the module, or give the parts yourself, as `Chunks` with `weights`."
-        )
 
 
 def total(tensor: Tensor) -> Tensor:
@@ -186,106 +171,37 @@ def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int)
         )
 
 
-def check_parts(
-    call: str,
-    whole: BilevelProblem,
-    spread: BilevelProblem,
-    x: Tensor,
-    y: Tensor,
-    batch: dict[str, Any],
-    mine: dict[str, Any],
+def _check_parts(
+    call: str, whole: BilevelProblem, spread: BilevelProblem, x: Tensor, y: Tensor
 ) -> None:
-    """Refuse losses whose parts do not add up to the whole.
-
-    Each process has the whole batch, so it can compare both.
-
-    Args:
-        call: The name of the module whose losses these are.
-        whole: The problem on the whole batch.
-        spread: The problem on this process's part, summed over the processes.
-        x: The upper level of the point to compare them at.
-        y: The lower level of that point.
-        batch: The whole batch, ``{"upper": ..., "lower": ...}``, for the message.
-        mine: This process's part of the batch, likewise.
-    """
+    """Refuse losses whose parts do not add up to the whole, which each process has too."""
     tolerance = torch.finfo(y.dtype).eps ** 0.5
     size = math.hypot(norm(x), norm(y))
-    levels = [("upper", "upper_loss", _upper), ("lower", "lower_loss", _lower)]
-    if whole.constraints is not None:
-        levels.append(("upper", "constraints", _constraints))
-    for key, method, level in levels:
-        name = f"{call}.{method}"
+    levels = [("upper_loss", _upper), ("lower_loss", _lower)]
+    if whole.residual_terms:
+        levels.append(("constraints", _further))
+    for method, level in levels:
         value, gradient = level(whole, x, y)
+        cause: Exception | None = None
         try:
-            added, added_gradient = _together(level, spread, x, y)
-        except _PartError as error:
-            count = _count_samples(batch[key])
-            cause = error.__cause__
-            if cause is None:
-                fails = "the part of another process"
-                why = ""
-            else:
-                message = (str(cause) or "no message").splitlines()[0]
-                fails = f"this process's part of {_count_samples(mine[key])}"
-                why = f" ({type(cause).__name__}: {message})"
+            added, added_gradient = level(spread, x, y)
+            slope = max(norm(gradient), norm(added_gradient))
+            scale = max(abs(value), abs(added)) + slope * size
+            fits = (
+                abs(value - added) <= tolerance * scale
+                and norm(gradient - added_gradient) <= tolerance * slope
+            )
+            found = f"but {added:.9g}"
+        except (RuntimeError, IndexError, ValueError) as error:
+            fits, cause, found = False, error, f"which fail here ({type(error).__name__}: {error})"
+        if not fits:
             raise ValueError(
-                f"`{name}` works on the whole batch of {count} samples and fails on {fails}{why}: "
-                "over several processes a loss must be a mean over whichever samples it is given, "
+                f"`{call}.{method}` on the whole batch ({value:.9g}) is not the mean of what it is "
+                f"on the parts of the processes, {found}: over several processes a loss must be a "
+                "mean over whichever samples it is given, not a sum nor normalised over the batch, "
                 "and must find what belongs to a sample by its number, carried in the batch, as in "
                 "`self.logits[index]`."
             ) from cause
-        slope = max(norm(gradient), norm(added_gradient))
-        scale = max(abs(value), abs(added)) + slope * size
-        if (
-            abs(value - added) > tolerance * scale
-            or norm(gradient - added_gradient) > tolerance * slope
-        ):
-            raise ValueError(
-                f"`{name}` on the whole batch ({value:.9g}) is not the mean of what it is on the "
-                f"parts of {world_size()} processes ({added:.9g}), in value or gradient: over "
-                "several processes a loss must be a mean over samples, not a sum nor normalised "
-                "over the batch, and must find what belongs to a sample by its number, carried in "
-                "the batch."
-            )
-
-
-def _count_samples(batch: Any) -> int:
-    return sum(map(samples_in, as_chunks(batch).batches))
-
-
-class _PartError(Exception):
-    """A loss has failed on the part of a process.
-
-    In that process the error of the loss is the cause. In the others there is no cause.
-    """
-
-
-def _together(level: _Level, spread: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Evaluate a level such that all processes fail if one does.
-
-    Otherwise the others would wait for ever for its part of the sum.
-    """
-    met = False
-
-    def meet(tensor: Tensor) -> Tensor:
-        nonlocal met
-        met = True
-        if any_of([False], tensor.device)[0]:
-            raise _PartError
-        return total(tensor)
-
-    try:
-        return level(spread.on_this_rank(1.0, 1.0, meet), x, y)
-    except Exception as error:
-        if met:
-            raise
-        any_of([True], y.device)
-        raise _PartError from error
-
-
-def world_size() -> int:
-    """The number of processes."""
-    return torch.distributed.get_world_size()
 
 
 def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
@@ -293,10 +209,10 @@ def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor
     return value, torch.cat([grad_x, grad_y])
 
 
-def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Return the sum of the constraints, and the gradients of all of them as one vector."""
-    limits = problem.limits(x, y)
-    return sum(limits.values), torch.cat(limits.gradients)
+def _further(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    """Return the sum of the further residuals, and all their gradients as one vector."""
+    values, gradients = problem.residuals(x, y)
+    return sum(values), torch.cat(gradients)
 
 
 def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:

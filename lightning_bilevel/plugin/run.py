@@ -11,12 +11,14 @@ from torch import Tensor
 from lightning_bilevel.plugin.batches import Batches
 from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
-from lightning_bilevel.plugin.checkpoints import LastPoint
 from lightning_bilevel.plugin.schedulers import Schedule
 from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["Run"]
+__all__ = ["RESTORED", "Run"]
+
+# The name of a point that `restore` has written into the module.
+RESTORED = "an earlier point of the run, which was restored"
 
 
 @dataclass
@@ -28,8 +30,8 @@ class Run:
         certifier: The last certificate, and what belongs to it.
         batches: The problem of the current batch.
         buffers: The buffers that evaluations write to.
-        last: The point that the run goes on from, if :meth:`BilevelMixin.restore` has written an
-            earlier one into the module.
+        last: The weights that the run goes on from, if :meth:`BilevelMixin.restore` has written
+            earlier ones into the module.
         schedule: The scheduler of the solver's rates, if one is declared.
         resumed: What the mini-batch run that this one goes on from has saved.
         stream: What a run on mini-batches keeps; None for a run on all data.
@@ -43,7 +45,7 @@ class Run:
     certifier: Certifier = field(default_factory=Certifier)
     batches: Batches = field(default_factory=Batches)
     buffers: WrittenBuffers = field(default_factory=WrittenBuffers)
-    last: LastPoint | None = None
+    last: dict[str, Any] | None = None
     schedule: Schedule | None = None
     resumed: dict[str, Any] | None = None
     stream: Stream | None = None
@@ -52,7 +54,7 @@ class Run:
     stamp: Tensor | None = None
 
     def point_name(self, norms: Tensor) -> str:
-        """Say which point the module shows, in words; empty before the first iteration.
+        """Name the point in the module; the name is empty before the first iteration.
 
         Args:
             norms: Those of the parameters now.

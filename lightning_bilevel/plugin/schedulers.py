@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -16,8 +16,6 @@ __all__ = ["Schedule", "SchedulerDeclared", "SchedulerPlan", "plan_of"]
 Interval = Literal["step", "epoch"]
 SchedulerCallable = Callable[[BilevelOptimizer], LRScheduler]
 SchedulerDeclared = SchedulerCallable | Mapping[str, Any]
-
-_KEYS = ("scheduler", "interval", "frequency", "monitor", "name")
 
 
 @dataclass(frozen=True)
@@ -42,39 +40,13 @@ class SchedulerPlan:
 
     def attached_to(self, solver: BilevelOptimizer) -> Schedule:
         """Make the scheduler of a run."""
-        name = type(solver).__name__
-        if solver.penalised:
-            raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)`: {name} has no rate to schedule, its line search is "
-                f"the method. Leave the scheduler out, or use `{solver.for_mini_batches}` with "
-                "`upper_optimizer` and `lower_optimizer`."
-            )
         if not solver.scheduled_levels:
             raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)`: no level of {name} has a torch optimiser, and the "
-                "paper's step has a schedule of its own. Give the solver an `upper_optimizer` or a "
-                "`lower_optimizer`, or leave the scheduler out."
+                f"`{self.call}(scheduler=...)`: no level of {type(solver).__name__} has a torch "
+                "optimiser, whose rate it would change. Leave it out, or give a solver for "
+                "mini-batches `upper_optimizer` and `lower_optimizer`."
             )
-        try:
-            scheduler = self.make(solver)
-        except (TypeError, ValueError, IndexError) as error:
-            raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)` makes no scheduler ({error}): {name} has two "
-                "levels, and a list of rates or functions needs two entries, for the upper and for "
-                "the lower one."
-            ) from error
-        if not isinstance(scheduler, LRScheduler):
-            raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)` made a {type(scheduler).__name__}: it must make a "
-                "torch scheduler from the solver, as `functools.partial(CosineAnnealingLR, "
-                "T_max=1000)` does."
-            )
-        if isinstance(scheduler, ReduceLROnPlateau) and self.monitor is None:
-            raise MisconfigurationException(
-                f"`{self.call}(scheduler=...)`: a ReduceLROnPlateau looks at a logged quantity, "
-                'name it: `scheduler={"scheduler": ..., "monitor": "val_loss"}`.'
-            )
-        return Schedule(self, scheduler)
+        return Schedule(self, self.make(solver))
 
 
 @dataclass
@@ -111,12 +83,10 @@ class Schedule:
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
             return
-        assert plan.monitor is not None
-        if plan.monitor not in metrics:
+        if plan.monitor is None or plan.monitor not in metrics:
             raise MisconfigurationException(
-                f"`{plan.call}(scheduler=...)`: {plan.monitor!r} is not logged at the end of "
-                f"{'an epoch' if interval == 'epoch' else 'a step'}, where the scheduler looks at "
-                f"it. Logged are: {', '.join(sorted(metrics)) or 'none'}."
+                f"`{plan.call}(scheduler=...)`: its `monitor` {plan.monitor!r} is not logged. "
+                f"Logged are: {', '.join(sorted(metrics)) or 'none'}."
             )
         self.scheduler.step(float(metrics[plan.monitor]))
 
@@ -125,23 +95,5 @@ def plan_of(call: str, declared: SchedulerDeclared | None) -> SchedulerPlan | No
     """Read a scheduler as it was declared: what makes it, or Lightning's dict around that."""
     if declared is None:
         return None
-    given: dict[str, Any] = {"scheduler": declared}
-    if isinstance(declared, Mapping):
-        given = dict(declared)
-    unknown = sorted(set(given) - set(_KEYS))
-    make = given.get("scheduler")
-    if unknown or not callable(make) or isinstance(make, LRScheduler):
-        got = f"the keys {unknown}" if unknown else f"a {type(make).__name__}"
-        raise MisconfigurationException(
-            f"`{call}(scheduler=...)` was given {got}: it must be what makes a torch scheduler "
-            "from the solver, such as `functools.partial(CosineAnnealingLR, T_max=1000)`, or a "
-            f"dict with some of {', '.join(_KEYS)}."
-        )
-    interval = given.get("interval", "epoch")
-    frequency = given.get("frequency", 1)
-    if interval not in get_args(Interval) or not isinstance(frequency, int) or frequency < 1:
-        raise MisconfigurationException(
-            f"`{call}(scheduler=...)` has interval={interval!r} and frequency={frequency!r}: the "
-            'interval is "step" or "epoch", the frequency a positive whole number.'
-        )
-    return SchedulerPlan(call, make, interval, frequency, given.get("monitor"), given.get("name"))
+    given = dict(declared) if isinstance(declared, Mapping) else {"scheduler": declared}
+    return SchedulerPlan(call, given.pop("scheduler"), **given)

@@ -10,14 +10,14 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.plugin.batches import check_batch, check_not_ended
+from lightning_bilevel.plugin.batches import check_batch
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions, Shadow, problem_of
 from lightning_bilevel.plugin.processes import total
 from lightning_bilevel.plugin.random_numbers import LossNumbers, generators
 from lightning_bilevel.plugin.whole_data import (
-    LEVELS,
     Data,
     evaluating,
     gathered,
@@ -26,30 +26,10 @@ from lightning_bilevel.plugin.whole_data import (
 )
 from lightning_bilevel.solvers.record import StreamInfo
 
-__all__ = ["Stream", "check_yielded", "has_changing_batches"]
+__all__ = ["Stream", "has_changing_batches"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
-_CARRY = (
-    "Carry the number of each sample in the batch, as in `TensorDataset(inputs, labels, "
-    "torch.arange(n))`."
-)
-
-
-def check_yielded(call: str, trainer: Any, batches: float) -> None:
-    """Refuse loaders that yield nothing in an epoch.
-
-    Args:
-        call: The name of the module, for the message.
-        trainer: Its Trainer.
-        batches: How many batches they have yielded, or can yield.
-    """
-    if batches == 0 and trainer.limit_train_batches != 0:
-        raise MisconfigurationException(
-            f"the training loaders of `{call}` yielded no batch in a whole epoch: a level's loader "
-            "is empty, its samples are fewer than a batch with `drop_last=True`, or it can be gone "
-            "through only once. A loader must start again at each `iter`."
-        )
 
 
 def has_changing_batches(trainer: Any) -> bool:
@@ -131,8 +111,6 @@ class Stream:
         self._at_y = _Losses(module, *levels, shadow=None, context=context)
         self._at_z = _Losses(module, *levels, shadow=_Twin, context=context)
         self._examined = False
-        # Which levels have data.
-        self._first: dict[str, bool | None] | None = None
         saved = saved or {}
         self._numbers = LossNumbers(trainer.strategy.root_device, saved.get("losses"))
         self._load_twins(saved.get("twins", {}))
@@ -145,11 +123,7 @@ class Stream:
 
     def problem(self, batch: Any) -> BilevelProblem:
         """Return f and g on a mini-batch; over several processes, on the batches of all."""
-        call = type(self._module).__name__
-        if self._first is not None:
-            check_not_ended(call, batch, self._first)
-        check_batch(call, batch)
-        self._first = self._first or {level: batch[level] is not None or None for level in LEVELS}
+        check_batch(type(self._module).__name__, batch)
         if len(self.sample) < self._kept:
             self.sample.append(move_data_to_device(batch, "cpu"))
         sets = self._declared.upper.feasible, self._declared.lower.feasible
@@ -266,34 +240,14 @@ class Stream:
         indices_of = self._module.upper_indices
         if indices_of is None:
             return None
-        call = f"{type(self._module).__name__}.upper_indices"
-        try:
-            indices = indices_of(batch)
-        except (IndexError, KeyError, AttributeError) as error:
-            raise MisconfigurationException(
-                f"`{call}(batch)` does not find the numbers of the samples in the batch "
-                f"({type(error).__name__}: {error}): {_CARRY}"
-            ) from error
-        count = sum(p.numel() for p in self._declared.upper.parameters)
-        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
-            kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-            raise MisconfigurationException(
-                f"`{call}(batch)` returned {kind}: it must return the numbers of the upper-level "
-                f"variables that the batch touches, as a tensor of whole numbers. {_CARRY}"
-            )
-        indices = indices.reshape(-1).long()
-        if indices.numel():
-            low, high = torch.stack(torch.aminmax(indices)).tolist()
-            if low < 0 or high >= count:
-                raise MisconfigurationException(
-                    f"`{call}(batch)` returned numbers from {low} to {high}: the upper level has "
-                    f"{count} variables, numbered from 0."
-                )
+        chunks = as_chunks(batch).batches
+        indices = torch.cat([indices_of(chunk).reshape(-1) for chunk in chunks]).long()
         touched: Tensor
         if self._trainer.world_size == 1:
             touched = torch.unique(indices)
             return touched
         # All processes move the same coordinates: those that any of them touches.
+        count = sum(p.numel() for p in self._declared.upper.parameters)
         mask = torch.zeros(count, dtype=torch.uint8, device=indices.device)
         mask[indices] = 1
         torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)

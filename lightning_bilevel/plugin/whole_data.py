@@ -41,7 +41,7 @@ class Data(NamedTuple):
 
 def kept(trainer: Any, batches: list[dict[str, Any]]) -> Data:
     """Return some batches of training as one."""
-    batch = {level: Chunks([b[level] for b in batches]) for level in LEVELS}
+    batch = {level: _chunks([b[level] for b in batches]) for level in LEVELS}
     name = (
         f"a fixed sample, the first {len(batches)} batches of this run "
         f"({_counted(batch, trainer)}), in eval mode"

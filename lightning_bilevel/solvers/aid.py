@@ -10,20 +10,19 @@ from torch import Tensor
 
 from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import (
     Ways,
     adjoint_matrix,
     descend_to,
-    mixed,
+    products,
     resolution,
 )
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.steps import plain
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["AID"]
@@ -135,38 +134,20 @@ class AID(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "T": T,
-            "N": N,
-            "linear_solver": linear_solver,
-            "eta": eta,
-            "warm_start": warm_start,
-            "damping": damping,
-            "tolerance": tolerance,
-            "products": products,
-        }
-        none_needed = N == 0 and linear_solver == "neumann"
-        constants = checked_arguments(
-            "AID",
-            given,
+        checked = constants_of(
+            locals(),
+            lr="alpha",
             schedules=("alpha", "beta"),
-            positive=("tolerance", *(() if eta is None else ("eta",))),
+            positive=("tolerance", "eta"),
             nonnegative=("damping",),
-            whole=("T", *(() if none_needed else ("N",))),
+            whole=("T",) if N == 0 and linear_solver == "neumann" else ("T", "N"),
+            optional=("eta",),
             choices={
                 "linear_solver": get_args(LinearSolver),
-                "warm_start": (True, False),
                 "products": get_args(Ways),
             },
         )
-        steps = step_constants("AID", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
-        )
+        super().__init__(params, *checked)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
@@ -200,7 +181,8 @@ class AID(BatchIteration):
             start = self._first_v(face, right, beta)
             solved = fixed_point(matrix, right, start, c["N"], c["eta"] or beta, accuracy)
         self._warn(solved)
-        d_x = f.grad_x - mixed(here, y_new, solved.v, c["products"])
+        _, xy = products(here, y_new, solved.v, c["products"])
+        d_x = f.grad_x - xy
         x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
         if self._keeps_v:
             self.memory["v"] = solved.v
@@ -249,7 +231,8 @@ class AID(BatchIteration):
                 indefinite = solved.curvature is not None
                 memory["v"] = solved.v
             else:
-                d_x = memory["f_x"] - mixed(here, y, v, c["products"])
+                _, xy = products(here, y, v, c["products"])
+                d_x = memory["f_x"] - xy
                 step_x = self.rule("upper", touched=problem.touched)
                 x = step_x(x, d_x, alpha, problem.upper_set)
                 for name in ("before", "f_x", "right", *(() if self._keeps_v else ("v",))):
@@ -270,7 +253,7 @@ class AID(BatchIteration):
         return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
 
     def _last_v(self, face: Face, y: Tensor) -> Tensor | None:
-        return face.tangent(remembered(self, "v", y)) if "v" in self.memory else None
+        return face.tangent(self.memory["v"]) if "v" in self.memory else None
 
     def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
         """Return where the steps of v start: the series has its first term."""

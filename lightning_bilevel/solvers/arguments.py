@@ -1,13 +1,52 @@
-"""Check the arguments of a solver and turn them into what a checkpoint may hold."""
+"""The arguments of a solver's constructor: checked, and in the form that a checkpoint may hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from lightning_bilevel.solvers.schedule import Power, is_number
+from lightning_bilevel.solvers.schedule import Power, is_number, value_at
+from lightning_bilevel.solvers.streaming import Variable
+from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
-__all__ = ["checked_arguments"]
+__all__ = ["arguments_of", "checked_arguments", "constants_of"]
+
+_OTHERS = ("self", "params", "__class__")
+# The kinds of numbers, each with its condition and its words.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "positive": (lambda v: is_number(v) and v > 0, "positive and finite"),
+    "nonnegative": (lambda v: is_number(v) and v >= 0, "nonnegative and finite"),
+    "whole": (lambda v: is_number(v) and v == int(v) >= 1, "a positive whole number"),
+    "count": (lambda v: is_number(v) and v == int(v) >= 0, "a whole number of at least 0"),
+}
+# Arguments that many solvers have: bounds of directions, and when x moves on mini-batches.
+_CLIPS = ("upper_clip", "lower_clip")
+_SHARED = {"positive": _CLIPS, "nonnegative": (), "whole": ("x_every",), "count": ("warmup",)}
+
+
+def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor from its ``locals()``, but for ``params``."""
+    return {name: value for name, value in scope.items() if name not in _OTHERS}
+
+
+def constants_of(
+    scope: Mapping[str, Any], *, lr: str, **rules: Any
+) -> tuple[dict[str, Any], dict[Variable, OptimizerCallable | None]]:
+    """Check the arguments of a constructor; return the constants and the torch optimisers.
+
+    Args:
+        scope: The ``locals()`` of the constructor, before it sets others.
+        lr: The argument that is the step of x, which loggers show as ``lr``.
+        rules: Those of :func:`checked_arguments`.
+    """
+    given = arguments_of(scope)
+    optimizers: dict[Variable, OptimizerCallable | None] = {
+        variable: given.pop(f"{variable}_optimizer", None) for variable in get_args(Variable)
+    }
+    constants = checked_arguments(type(scope["self"]).__name__, given, **rules)
+    step = constants[lr]
+    rate = value_at(step, 0) if isinstance(step, tuple) else step
+    return {"lr": rate, **constants}, optimizers
 
 
 def checked_arguments(
@@ -18,7 +57,7 @@ def checked_arguments(
     positive: Iterable[str] = (),
     nonnegative: Iterable[str] = (),
     whole: Iterable[str] = (),
-    counts: Iterable[str] = (),
+    optional: Sequence[str] = (),
     choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a solver in the form that is stored; refuse invalid ones.
@@ -31,7 +70,7 @@ def checked_arguments(
         positive: Names of arguments that must be a positive number.
         nonnegative: Names of arguments that must be a number of at least 0.
         whole: Names of arguments that must be a whole number of at least 1.
-        counts: Names of arguments that must be a whole number of at least 0.
+        optional: Names of arguments that may be None as well.
         choices: Names of arguments that must be one of a few values, with these values.
 
     Example:
@@ -59,18 +98,15 @@ def checked_arguments(
         valid = is_number(initial) and initial > 0 and is_number(power)
         require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
         result[name] = (float(initial), float(power))
-    for name in positive:
-        require(name, is_number(given[name]) and given[name] > 0, "positive and finite")
-    for name in nonnegative:
-        require(name, is_number(given[name]) and given[name] >= 0, "nonnegative and finite")
-    for name in whole:
-        is_whole = is_number(given[name]) and given[name] == int(given[name]) >= 1
-        require(name, is_whole, "a positive whole number")
-        result[name] = int(given[name])
-    for name in counts:
-        is_count = is_number(given[name]) and given[name] == int(given[name]) >= 0
-        require(name, is_count, "a whole number of at least 0")
-        result[name] = int(given[name])
+    named = {"positive": positive, "nonnegative": nonnegative, "whole": whole, "count": ()}
+    for kind, (holds, words) in _KINDS.items():
+        for name in (*named[kind], *(name for name in _SHARED[kind] if name in given)):
+            may_be_none = name in optional or name in _CLIPS
+            if may_be_none and given[name] is None:
+                continue
+            require(name, holds(given[name]), f"{words}, or None" if may_be_none else words)
+            if kind in ("whole", "count"):
+                result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))
     return result

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -22,10 +23,9 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
-from lightning_bilevel.solvers.level_vectors import check_levels, check_takes
+from lightning_bilevel.solvers.level_vectors import check_levels
 from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
-from lightning_bilevel.solvers.steps import STEP_CONSTANTS
 from lightning_bilevel.solvers.streaming import Directions, Streamed, Variable, stream
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -54,8 +54,6 @@ class BilevelOptimizer(LevelSteps, ABC):
 
     # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
     penalised: ClassVar[bool] = False
-    # Whether it takes constraints beside the lower level, and problems without a lower level.
-    constrained: ClassVar[bool] = False
     # Whether it may run on mini-batches: it compares no values of different batches. It then
     # implements `directions`, or is a `BatchIteration`.
     stochastic: ClassVar[bool] = False
@@ -108,7 +106,6 @@ class BilevelOptimizer(LevelSteps, ABC):
             memory["inner_iterations"],
             memory["passes"],
             memory["optimization_time"],
-            memory.get("penalty_updates"),
         )
 
     @property
@@ -148,11 +145,6 @@ class BilevelOptimizer(LevelSteps, ABC):
     @property
     def multiplier(self) -> float | None:
         """The method's multiplier of the gap constraint, if it has one."""
-        return None
-
-    @property
-    def constraint_multipliers(self) -> tuple[float, ...] | None:
-        """The method's multipliers of the constraints beside the lower level, if it has any."""
         return None
 
     @property
@@ -240,47 +232,41 @@ class BilevelOptimizer(LevelSteps, ABC):
                 returned = closure()
             problem = returned if problem is None else problem
         if not isinstance(problem, BilevelProblem):
-            got = "no problem" if problem is None else f"a {type(problem).__name__}"
             raise TypeError(
-                f"`{type(self).__name__}.step()` was given {got}: it needs f and g, as "
-                "`step(problem=problem)` or `step(lambda: problem)` with a BilevelProblem."
+                f"`{type(self).__name__}.step` was given a {type(problem).__name__}: it needs f "
+                "and g, as `step(problem=problem)` or `step(lambda: problem)`."
             )
-        check_takes(type(self).__name__, self.constrained, problem)
+        if problem.beyond and not self.penalised:
+            name = type(self).__name__
+            raise BilevelError(f"{problem.beyond}, and {name} sees f and g alone: use IVSP.")
         if problem.mini_batch:
             return self._step_on_batch(problem)
         began = time.perf_counter()
         calls = problem.calls
         memory = self.memory
-        before = dict(memory)
         scaled = self._in_units(problem)
         try:
-            x, y = self._current(scaled)
-            factor = self.prepare(scaled, x, y)
-            if factor != 1.0:
-                self.param_groups[0]["unit"] *= factor
-                scaled.forget()  # the problem in the old units is not used again
-                spent = scaled.calls
-                scaled = self._in_units(problem)
-                scaled.calls = spent
-                x = x / factor
-            new_x, new_y, info = self.advance(scaled, x, y)
-            step = info.step
-            if math.isnan(step):
-                step = math.hypot(norm(new_x - x), norm(new_y - y))
-            # Checked before the parameters are written: they stay at the last good point.
-            if not math.isfinite(step):
-                sizes = f"{norm(x):.3g}, {norm(y):.3g}"
-                raise NonFiniteError(
-                    f"the step from a point with norms {sizes} has the length {step}: make steps "
-                    "shorter."
-                )
-        except BaseException as error:
-            memory.clear()
-            memory.update(before)
-            if not isinstance(error, BilevelError):
-                raise
-            where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
-            raise type(error)(f"{where}: {error}") from error
+            with self._undone_by_a_fault("outer iteration"):
+                x, y = self._current(scaled)
+                factor = self.prepare(scaled, x, y)
+                if factor != 1.0:
+                    self.param_groups[0]["unit"] *= factor
+                    scaled.forget()  # the problem in the old units is not used again
+                    spent = scaled.calls
+                    scaled = self._in_units(problem)
+                    scaled.calls = spent
+                    x = x / factor
+                new_x, new_y, info = self.advance(scaled, x, y)
+                step = info.step
+                if math.isnan(step):
+                    step = math.hypot(norm(new_x - x), norm(new_y - y))
+                # Checked before the parameters are written: they stay at the last good point.
+                if not math.isfinite(step):
+                    sizes = f"{norm(x):.3g}, {norm(y):.3g}"
+                    raise NonFiniteError(
+                        f"the step from a point with norms {sizes} has the length {step}: make "
+                        "steps shorter."
+                    )
         finally:
             problem.calls = scaled.calls
         self._write(scaled, new_x, new_y)
@@ -298,6 +284,27 @@ class BilevelOptimizer(LevelSteps, ABC):
             passes=memory["passes"],
             optimization_time=memory["optimization_time"],
         )
+
+    @contextmanager
+    def _undone_by_a_fault(self, unit: str) -> Iterator[None]:
+        """On an error, leave memory and parameter groups as they were; name the iteration in it.
+
+        Both go together: what the memory keeps is in the units and of the constants in the groups.
+        """
+        memory = dict(self.memory)
+        groups = [dict(group) for group in self.param_groups]
+        try:
+            yield
+        except BaseException as error:
+            for now, before in zip(
+                (self.memory, *self.param_groups), (memory, *groups), strict=True
+            ):
+                now.clear()
+                now.update(before)
+            if not isinstance(error, BilevelError):
+                raise
+            where = f"{type(self).__name__} stopped in {unit} {memory['iteration'] + 1}"
+            raise type(error)(f"{where}: {error}") from error
 
     def _count(self, problem: BilevelProblem, spent: Calls) -> None:
         """Add what was spent to the passes of the run; values wait until there are 3."""
@@ -323,13 +330,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run; one saved before groups had units or names is accepted too."""
-        newer = ("unit", "name", *STEP_CONSTANTS)
-        groups = [
-            {**{name: mine[name] for name in newer if name in mine}, **saved}
-            for mine, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        super().load_state_dict(state_dict)
         # The tensors are the given ones, and steps on mini-batches change them in place.
         for name, value in self.memory.items():
             if isinstance(value, Tensor):
@@ -358,8 +359,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         began = time.perf_counter()
         calls = problem.calls
         memory = self.memory
-        before = dict(memory)
-        try:
+        with self._undone_by_a_fault("step"):
             x, y = self._copies(problem)
             if problem.adaptation is None:
                 streamed = self.on_batch(problem, x, y, self._seconds)
@@ -367,13 +367,6 @@ class BilevelOptimizer(LevelSteps, ABC):
                 self._check_episodic()
                 streamed = stream_episode(self, problem, problem.adaptation, x, y, self._seconds)
             new_x, new_y, info, rates, shared = streamed
-        except BaseException as error:
-            memory.clear()
-            memory.update(before)
-            if not isinstance(error, BilevelError):
-                raise
-            where = f"{type(self).__name__} stopped in step {memory['iteration'] + 1}"
-            raise type(error)(f"{where}: {error}") from error
         if rates is not None:
             self._write_batch(new_x, new_y)
             info = self._with_rates(info, *rates)
@@ -424,8 +417,8 @@ def _passes(problem: BilevelProblem, calls: Calls) -> float:
     """Return the passes of some calls, as passes over all data."""
     if problem.share is None:
         return calls.passes
-    above = calls.upper + calls.constraints
-    return problem.share[0] * above + problem.share[1] * (calls.passes - above)
+    below = calls.passes - calls.upper
+    return problem.share[0] * calls.upper + problem.share[1] * below
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

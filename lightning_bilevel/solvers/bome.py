@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import dot
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import descend
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["BOME"]
@@ -96,20 +95,14 @@ class BOME(BilevelOptimizer):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given = {"xi": xi, "alpha": alpha, "eta": eta, "T": T, "barrier": barrier}
-        constants = checked_arguments(
-            "BOME",
-            given,
+        checked = constants_of(
+            locals(),
+            lr="xi",
             positive=("xi", "alpha", "eta"),
             whole=("T",),
             choices={"barrier": get_args(Barrier)},
         )
-        steps = step_constants("BOME", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": xi, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor

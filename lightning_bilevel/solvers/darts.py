@@ -12,11 +12,10 @@ from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["DARTS"]
@@ -87,18 +86,10 @@ class DARTS(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        constants = checked_arguments(
-            "DARTS",
-            {"alpha": alpha, "beta": beta, "xi": xi},
-            schedules=("alpha", "beta"),
-            nonnegative=("xi",),
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("alpha", "beta"), nonnegative=("xi",)
         )
-        steps = step_constants("DARTS", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
-        )
+        super().__init__(params, *checked)
 
     @property
     def takes_differences(self) -> bool:

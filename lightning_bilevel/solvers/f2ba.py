@@ -14,11 +14,9 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import slope_of_psi
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.streaming import Directions, Variable
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -152,39 +150,20 @@ class F2BA(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {
-            "eta": eta,
-            "tau": tau,
-            "sigma": sigma,
-            "K": K,
-            "difference": difference,
-            "rho": rho,
-            "beta": beta,
-        }
-        constants = checked_arguments(
-            "F2BA",
-            given,
-            positive=("eta", "tau", "sigma", "beta", *(() if rho is None else ("rho",))),
-            whole=("K",),
-            choices={"difference": get_args(Difference)},
-        )
         if beta > 1:
             raise ValueError(
                 f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
                 "follows."
             )
-        steps = step_constants(
-            "F2BA",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
+        checked = constants_of(
+            locals(),
+            lr="eta",
+            positive=("eta", "tau", "sigma", "beta", "rho"),
+            whole=("K",),
+            optional=("rho",),
+            choices={"difference": get_args(Difference)},
         )
-        super().__init__(
-            params,
-            {"lr": eta, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
 
     @property
     def samples_upper_at_z(self) -> bool:
@@ -223,7 +202,7 @@ class F2BA(BilevelOptimizer):
         central = c["difference"] == "central"
         here = problem.at(x)
         y_new = y
-        z = remembered(self, "z", y)
+        z = self.memory.get("z", y)
         z_center = self._center("z", z)
         y_center = self._center("y", y)
         upper = 0.0
@@ -258,11 +237,12 @@ class F2BA(BilevelOptimizer):
         """Return the centre of a follower; with beta = 1 it is where the follower starts."""
         if self.constants["beta"] == 1:
             return follower
-        return remembered(self, f"{name}_center", follower)
+        center: Tensor = self.memory.get(f"{name}_center", follower)
+        return center
 
     def _followed(self, name: str, follower: Tensor) -> Tensor:
         """Return a centre on mini-batches, after it has gone after its follower's last step."""
-        center = remembered(self, f"{name}_center", follower)
+        center = self.memory.get(f"{name}_center", follower)
         center = torch.lerp(center, follower, self.constants["beta"])
         self.memory[f"{name}_center"] = center
         return center

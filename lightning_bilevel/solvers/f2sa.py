@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -104,34 +103,16 @@ class F2SA(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {
-            "alpha": alpha,
-            "gamma": gamma,
-            "xi": xi,
-            "lambda0": lambda0,
-            "T": T,
-            "multiplier": multiplier,
-        }
-        constants = checked_arguments(
-            "F2SA",
-            given,
+        constants, optimizers = constants_of(
+            locals(),
+            lr="alpha",
             schedules=("alpha", "gamma"),
             positive=("xi", "lambda0"),
             whole=("T",),
             choices={"multiplier": get_args(Growth)},
         )
-        steps = step_constants(
-            "F2SA",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
-        super().__init__(
-            params,
-            {"lr": xi * value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        constants["lr"] *= xi
+        super().__init__(params, constants, optimizers)
 
     def _weight(self) -> float:
         """Return the multiplier of this iteration, lambda_0 or lambda_0 alpha_0 / alpha_k."""
@@ -172,7 +153,7 @@ class F2SA(BilevelOptimizer):
         weight = self._weight()
         step_x, step_y, step_z = (self.rule(v) for v in ("upper", "lower", "inner"))
         y_new = y
-        z = remembered(self, "z", y)
+        z = self.memory.get("z", y)
         for _ in range(c["T"]):
             z = descend(here, z, gamma, 1, problem.lower_set, step_z)
             upper, f_y = problem.upper_y(x, y_new)

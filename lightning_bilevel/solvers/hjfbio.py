@@ -13,11 +13,9 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["HJFBiO"]
@@ -105,25 +103,20 @@ class HJFBiO(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given = {"gamma": gamma, "lam": lam, "tau": tau, "r": r, "delta": delta}
-        chosen = () if delta is None else ("delta",)
-        constants = checked_arguments(
-            "HJFBiO", given, positive=("gamma", "lam", "tau", "r", *chosen)
+        checked = constants_of(
+            locals(),
+            lr="gamma",
+            positive=("gamma", "lam", "tau", "r", "delta"),
+            optional=("delta",),
         )
-        steps = step_constants("HJFBiO", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": gamma, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
         self.memory["on_sphere"] = False
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
         c = self.constants
-        v = self.memory.get("v")
-        v = torch.zeros_like(y) if v is None else remembered(self, "v", y)
+        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
         delta = _distance(y, v) if c["delta"] is None else c["delta"]
         here = problem.at(x)
         lower, g_y = here.value_and_gradient(y)

@@ -14,7 +14,7 @@ from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.steps import StepRule, plain
 
-__all__ = ["Descent", "Ways", "adjoint_matrix", "descend_to", "mixed", "products", "resolution"]
+__all__ = ["Descent", "Ways", "adjoint_matrix", "descend_to", "products", "resolution"]
 
 # How products with second derivatives are computed.
 Ways = Literal["autograd", "difference"]
@@ -26,11 +26,6 @@ def products(lower: LowerLevel, y: Tensor, v: Tensor, way: Ways) -> tuple[Tensor
         return difference_products(lower, y, v)
     exact = lower.products(y, v)
     return exact.yy, exact.xy
-
-
-def mixed(lower: LowerLevel, y: Tensor, v: Tensor, way: Ways) -> Tensor:
-    r"""Return :math:`\nabla^2_{xy} g(x, y)\, v`, at two passes."""
-    return products(lower, y, v, way)[1]
 
 
 def resolution(way: Ways, dtype: torch.dtype) -> float:

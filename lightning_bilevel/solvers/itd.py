@@ -9,12 +9,11 @@ from torch import Tensor
 
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, descend_to, products
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["ITD"]
@@ -91,31 +90,15 @@ class ITD(BilevelOptimizer):
         upper_optimizer: OptimizerCallable | None = None,
         upper_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "T": T,
-            "K": K,
-            "products": products,
-        }
-        constants = checked_arguments(
-            "ITD",
-            given,
+        checked = constants_of(
+            locals(),
+            lr="alpha",
             schedules=("alpha", "beta"),
-            whole=("T", *(() if K is None else ("K",))),
+            whole=("T", "K"),
+            optional=("K",),
             choices={"products": get_args(Ways)},
         )
-        if K is not None and K > T:
-            raise ValueError(
-                f"`ITD(K={K}, T={T})`: K must be at most T, because there are T steps to "
-                "differentiate. K=None differentiates all of them."
-            )
-        steps = step_constants("ITD", upper_clip=upper_clip, lower_clip=None)
-        super().__init__(
-            params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer},
-        )
+        super().__init__(params, *checked)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -125,7 +108,7 @@ class ITD(BilevelOptimizer):
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
         T = c["T"]
-        K = c["K"] or T
+        K = min(c["K"] or T, T)
         here = problem.at(x)
         descent = descend_to(here, y, beta, T, K + 1, problem.lower_set)
         f = problem.upper(x, descent.y)

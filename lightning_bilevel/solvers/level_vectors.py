@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["LevelVectors", "check_levels", "check_takes"]
+__all__ = ["LevelVectors", "check_levels"]
 
 
 class LevelVectors(Optimizer):
@@ -160,64 +159,29 @@ class LevelVectors(Optimizer):
 def check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of the upper and the lower level, or refuse what no solver can take."""
     groups = list(params)
-    rule = 'two groups, [{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}]'
-    if not all(isinstance(group, dict) for group in groups):
-        raise TypeError(f"`{name}(params)` must be {rule}.")
+    levels = [group.get("level") if isinstance(group, dict) else None for group in groups]
+    if levels not in (["upper", "lower"], ["lower", "upper"]):
+        raise ValueError(
+            f"`{name}(params)` was given levels {levels}: it needs two groups, "
+            '[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}].'
+        )
     # Lightning's LearningRateMonitor calls a rate by the name of its group.
     by_level = {
-        group.get("level"): {
-            "name": group.get("level"),
-            **group,
-            "params": _as_list(group["params"]),
-        }
-        for group in groups
+        level: {"name": level, **group, "params": _as_list(group["params"])}
+        for level, group in zip(levels, groups, strict=True)
     }
-    if len(groups) != 2 or set(by_level) != {"upper", "lower"}:
-        raise ValueError(
-            f"`{name}(params)` was given levels {[g.get('level') for g in groups]}: it needs "
-            f"{rule}."
-        )
     ordered = [by_level["upper"], by_level["lower"]]
-    for group in ordered:
-        if not group["params"] or not sum(p.numel() for p in group["params"]):
-            raise ValueError(f"`{name}(params)`: the {group['level']} level has no parameters.")
-        if not 0.0 < group.get("unit", 1.0) < math.inf:
-            raise ValueError(
-                f"`{name}(params)`: the unit {group['unit']} of the {group['level']} level must be "
-                "positive and finite."
-            )
     if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
         raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
-    kinds = sorted({f"{p.dtype} on {p.device}" for group in ordered for p in group["params"]})
-    if len(kinds) > 1:
+    kinds = {(p.dtype, p.device) for group in ordered for p in group["params"]}
+    if len(kinds) != 1 or not {torch.float32, torch.float64} & {dtype for dtype, _ in kinds}:
+        told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ValueError(
-            f"`{name}(params)` has parameters of kind {', '.join(kinds)}: both levels need one "
-            "dtype and device."
-        )
-    dtype = ordered[0]["params"][0].dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"`{name}(params)` has parameters of {dtype}: only float32 and float64 are supported, "
-            "because the Moreau gap is a small difference of large numbers, which half precision "
-            "does not resolve."
+            f"`{name}(params)` has parameters of {told}: only float32 and float64 are supported, "
+            "in one dtype and on one device. Half precision does not resolve the Moreau gap, a "
+            "small difference of large numbers."
         )
     return ordered
-
-
-def check_takes(name: str, constrained: bool, problem: BilevelProblem) -> None:
-    """Refuse a problem with constraints beside the lower level, or without one, if need be."""
-    if constrained:
-        return
-    if problem.single_level:
-        raise BilevelError(
-            f"the problem has no lower level (`lower=None`), and {name} is a method for two "
-            "levels. Use IVSP, or give `lower`."
-        )
-    if problem.constraints is not None:
-        raise BilevelError(
-            f"the problem has constraints beside its lower level, and {name} would not see them. "
-            "Use IVSP, or state them as sets: `upper_set`, `lower_set`."
-        )
 
 
 def _is_power_of_two(unit: float) -> bool:

@@ -14,30 +14,19 @@ from lightning_bilevel.core.prox import projected_step, slope_of_psi
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import by_pieces
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import StepRule, step_constants
+from lightning_bilevel.solvers.steps import StepRule
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
-__all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "brackets", "checked_steps", "prox_step"]
+__all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "brackets", "prox_step"]
 
 # The paper's penalty grows slowly.
 GROWING = Power(1.0, 0.25)
-
-
-def checked_steps(
-    solver: str, choices: dict[str, Any] | None = None, **given: Any
-) -> dict[str, Any]:
-    """Return the checked arguments of a method on a penalised Moreau gap, and its first lr."""
-    constants = checked_arguments(
-        solver, given, schedules=("alpha", "beta", "eta", "c"), positive=("gamma",), choices=choices
-    )
-    return {"lr": value_at(constants["alpha"], 0), **constants}
 
 
 def prox_step(
@@ -171,19 +160,10 @@ class MEHA(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        constants = checked_steps("MEHA", alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c)
-        steps = step_constants(
-            "MEHA",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("alpha", "beta", "eta", "c"), positive=("gamma",)
         )
-        super().__init__(
-            params,
-            {**constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
 
     def weights(self) -> Weights:
         k = self.memory["iteration"]
@@ -212,7 +192,7 @@ class MEHA(BilevelOptimizer):
         step_x, step_y, step_theta = (
             self.rule(variable, projected_step) for variable in ("upper", "lower", "inner")
         )
-        theta = remembered(self, "theta", y)
+        theta = self.memory.get("theta", y)
         theta = prox_step(here, theta, y, eta, gamma, problem.lower_set, step_theta)
         x_new = step_x(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
         # y moves at the new x.

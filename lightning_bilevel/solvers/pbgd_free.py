@@ -11,10 +11,9 @@ from torch import Tensor
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -104,22 +103,8 @@ class PBGDFree(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {"eta": eta, "alpha": alpha, "gamma": gamma, "K": K}
-        constants = checked_arguments(
-            "PBGDFree", given, positive=("eta", "alpha", "gamma"), whole=("K",)
-        )
-        steps = step_constants(
-            "PBGDFree",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
-        super().__init__(
-            params,
-            {"lr": eta, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
-        )
+        checked = constants_of(locals(), lr="eta", positive=("eta", "alpha", "gamma"), whole=("K",))
+        super().__init__(params, *checked)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants

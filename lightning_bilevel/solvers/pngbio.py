@@ -14,19 +14,12 @@ from lightning_bilevel.core.prox import projected_step
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import remembered
-from lightning_bilevel.solvers.meha import (
-    GROWING,
-    bracket_x,
-    bracket_y,
-    brackets,
-    checked_steps,
-    prox_step,
-)
+from lightning_bilevel.solvers.meha import GROWING, bracket_x, bracket_y, brackets, prox_step
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain, step_constants
+from lightning_bilevel.solvers.steps import plain
 from lightning_bilevel.solvers.streaming import Directions, Variable
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -120,22 +113,14 @@ class PNGBiO(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        choices = {"norms": get_args(Norms)}
-        given = checked_steps(
-            "PNGBiO", choices, alpha=alpha, beta=beta, eta=eta, gamma=gamma, c=c, norms=norms
+        checked = constants_of(
+            locals(),
+            lr="alpha",
+            schedules=("alpha", "beta", "eta", "c"),
+            positive=("gamma",),
+            choices={"norms": get_args(Norms)},
         )
-        steps = step_constants(
-            "PNGBiO",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
-        super().__init__(
-            params,
-            {**given, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         k = self.memory["iteration"]
@@ -163,7 +148,7 @@ class PNGBiO(BilevelOptimizer):
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
-        theta = remembered(self, "theta", y)
+        theta = self.memory.get("theta", y)
         step_theta = self.rule("inner", projected_step)
         theta = prox_step(here, theta, y, eta, gamma, Y, step_theta)
         if self.constants["norms"] == "joint":

@@ -1,13 +1,42 @@
-"""The point of a run that the convergence theorem of its method speaks of."""
+r"""The point of IVSP's convergence theorem, found while the run goes on.
+
+After n iterations the theorem promises an iteration in the second half,
+:math:`\{\lfloor n/2 \rfloor + 1, \dots, n\}`, whose new point has small KKT residuals. (The paper
+counts from 0: K = n - 1, and :math:`\hat k` is in :math:`[\lceil K/2 \rceil, K]`.) Its proof says
+which one it is: one that does not update the penalty, with
+
+.. math:: \omega_{k+1}^2 \le \sum_j \mu_j \omega_{j+1}^2 \Big/ \sum_j \mu_j
+
+where j runs over the iterations of the second half without an update. The smallest
+:math:`\omega` of these is such a one.
+
+n is not known beforehand. The smallest of every possible second half could need a copy of every
+point, so this file keeps two. The iterations are cut into blocks, which begin at
+:math:`b_j = \lceil 2^{j/2} \rceil`, and the best point of the current block and of the one before
+are kept. Let :math:`b_j \le n < b_{j+1}`: the two are the best of the iterations from
+:math:`b_{j-1}` to n.
+
+- They are of the second half: :math:`b_{j+1} = \lceil 2 \cdot 2^{(j-1)/2} \rceil \le 2 b_{j-1}`, so
+  :math:`n \le 2 b_{j-1} - 1` and :math:`\lfloor n/2 \rfloor + 1 \le b_{j-1}`.
+- They are the last :math:`n - b_{j-1} + 1` of its :math:`\lceil n/2 \rceil` iterations: up to
+  rounding a share of at least :math:`2 - \sqrt 2`, or 58 %, and all for
+  :math:`n = 2 b_{j-1} - 1`.
+- The theorem's rates hold for them. In its proof the sum of :math:`\mu_j \omega_{j+1}^2` over fewer
+  iterations is bounded by the same constant, and the sum of their :math:`\mu_j` is smaller by a
+  bounded factor only.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ProvedPoint"]
+from lightning_bilevel.solvers.record import PenaltyInfo
+
+__all__ = ["ProvedPoint", "begins_block", "best", "changed_lately", "keep", "restart"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +54,6 @@ class ProvedPoint:
         feasibility_bound: What the violation :math:`\Phi^f` is at most; inf if the step is not
             small enough for the theorem's bounds.
         complementarity_bound: What :math:`\Phi^c` is at most; inf likewise.
-        constraint_multipliers: Those of the constraints beside the lower level; None without any.
     """
 
     x: Tensor
@@ -36,7 +64,6 @@ class ProvedPoint:
     omega: float
     feasibility_bound: float
     complementarity_bound: float
-    constraint_multipliers: tuple[float, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -51,3 +78,60 @@ class ProvedPoint:
             f"{self.name}; bounds there: feasibility {self.feasibility_bound:.1e}, complementarity "
             f"{self.complementarity_bound:.1e}"
         )
+
+
+def begins_block(n: int) -> bool:
+    r"""Whether n is a :math:`\lceil 2^{j/2} \rceil`: a power of 2 is in :math:`((n-1)^2, n^2]`."""
+    return (n * n).bit_length() > ((n - 1) ** 2).bit_length()
+
+
+def keep(
+    memory: dict[str, Any], levels: tuple[Tensor, Tensor], units: list[float], info: PenaltyInfo
+) -> None:
+    """Keep the new point of the current iteration if it is the best of its block.
+
+    ``memory["proved"]`` holds the points of this block and of the block before, as plain data for
+    a checkpoint; a block without a point is empty.
+
+    Args:
+        memory: The state of the run.
+        levels: The new x and y in the solver's units; nothing writes into them.
+        units: The units.
+        info: The record of the iteration.
+    """
+    k = memory["iteration"] + 1
+    now, before = memory.get("proved", ({}, {}))
+    if begins_block(k - memory.get("began", 0)):
+        now, before = {}, now
+    if not info.penalty_updated and info.omega < now.get("omega", math.inf):
+        x, y = levels
+        if units != [1.0, 1.0]:
+            x, y = x * units[0], y * units[1]
+        bounds = info.feasibility_bound, info.complementarity_bound
+        now = vars(ProvedPoint(x, y, info.multiplier, k, k, info.omega, *bounds))
+    memory["proved"] = now, before
+
+
+def restart(memory: dict[str, Any]) -> None:
+    """Let the theorem's iterations count anew, because the run goes on with another problem."""
+    memory.pop("proved", None)
+    memory["began"] = memory["iteration"]
+
+
+def best(memory: dict[str, Any]) -> ProvedPoint | None:
+    """Return the better of the kept points; None if all of their iterations updated the penalty."""
+    n = memory["iteration"]
+    began = memory.get("began", 0)
+    points = [ProvedPoint(**kept) for kept in memory.get("proved", ()) if kept]
+    # The blocks {1} and {2} overlap in the proof above: after n = 2 only the latter counts.
+    points = [point for point in points if point.iteration - began > (n - began) // 2]
+    if not points or changed_lately(memory):
+        return None
+    point = min(points, key=lambda point: point.omega)
+    return replace(point, x=point.x.clone(), y=point.y.clone(), iterations=n)
+
+
+def changed_lately(memory: dict[str, Any]) -> bool:
+    """Whether f, g or the point changed from outside in the second half of the run."""
+    began = memory.get("began", 0)
+    return bool(memory["changed"] - began > (memory["iteration"] - began) // 2)

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from lightning_bilevel.core.problem import Calls
-from lightning_bilevel.solvers.names import tag_of
 
 __all__ = [
     "AdjointInfo",
@@ -20,10 +19,26 @@ __all__ = [
     "Progress",
     "StepInfo",
     "StreamInfo",
+    "tag_of",
 ]
 
-
 Info = TypeVar("Info", bound="StepInfo")
+
+# The attributes that are logged under another name than their own.
+_TAGS = {
+    "residual": "moreau_gap",
+    "mu": "smoothing",
+    "zeta": "accuracy",
+    "gamma": "penalty",
+    "L": "curvature",
+    "L_start": "curvature_start",
+}
+
+
+@cache
+def tag_of(attribute: str) -> str:
+    """Return the logged name of an attribute of a record."""
+    return f"bilevel/{_TAGS.get(attribute, attribute)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +95,16 @@ class StepInfo:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that loggers and callbacks see, by tag."""
-        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.LOGGED)}
+        return self._known(self.LOGGED)
 
     def shown(self) -> dict[str, float]:
         """Return the numbers that an ordinary progress bar shows, by tag."""
-        return {tag: float(getattr(self, attribute)) for attribute, tag in _tags(self.SHOWN)}
+        return self._known(self.SHOWN)
+
+    def _known(self, attributes: tuple[str, ...]) -> dict[str, float]:
+        """Return the numbers by tag; those that the step does not know are left out."""
+        numbers = {tag_of(name): float(getattr(self, name)) for name in attributes}
+        return {tag: number for tag, number in numbers.items() if not math.isnan(number)}
 
 
 @dataclass(frozen=True)
@@ -96,14 +116,12 @@ class Progress:
         inner_iterations: Gradient steps on the lower level.
         passes: Forward and backward passes, those over a sample as their share of all data.
         optimization_time: Seconds spent in the solver.
-        penalty_updates: How often the penalty was strengthened; None if the method never does so.
     """
 
     iterations: int
     inner_iterations: int
     passes: float
     optimization_time: float
-    penalty_updates: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,28 +176,18 @@ class StreamInfo(StepInfo):
         "optimization_time",
     )
 
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers by tag; those that the step does not know are left out."""
-        return _known(super().metrics())
-
-    def shown(self) -> dict[str, float]:
-        """Return the numbers of the progress bar by tag, likewise."""
-        return _known(super().shown())
-
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyInfo(StepInfo):
     r"""The record of a method with a line search on a smoothed penalty function.
 
     Attributes:
-        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point; -inf without a
-            lower level.
+        residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point, or a larger
+            residual of a constraint beside it.
         mu: :math:`\mu_k`, the smoothing.
         zeta: :math:`\zeta_{k+1}`, the accuracy of the Moreau evaluation at the new point.
         gamma: :math:`\gamma_k`, the inverse penalty.
         multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
-        constraints: The constraints beside the lower level at the new point.
-        constraint_multipliers: Their multipliers, likewise.
         penalty_updated: Whether this iteration strengthened the penalty.
         penalty_updates: How often the penalty was strengthened so far, :math:`t_{k+1}`.
         trials: Trials of the line search.
@@ -208,8 +216,6 @@ class PenaltyInfo(StepInfo):
     step_bound: float
     halvings: int
     capped: bool
-    constraints: tuple[float, ...] = ()
-    constraint_multipliers: tuple[float, ...] = ()
 
     LOGGED: ClassVar[tuple[str, ...]] = (
         *StepInfo.LOGGED,
@@ -223,14 +229,9 @@ class PenaltyInfo(StepInfo):
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "residual", "gamma")
 
     @property
-    def worst(self) -> float:
-        """The largest of the residual and the constraints beside it."""
-        return max((self.residual, *self.constraints))
-
-    @property
     def violation(self) -> float:
         """How far the constraints are violated, as the solver sees them."""
-        return max(self.worst, 0.0)
+        return max(self.residual, 0.0)
 
     @property
     def omega(self) -> float:
@@ -252,12 +253,3 @@ class PenaltyInfo(StepInfo):
     def complementarity_bound(self) -> float:
         r""":math:`(2 a_\phi \mu_k + \zeta_{k+1}) / \gamma_k`, the same for :math:`\Phi^c`."""
         return self.feasibility_bound / self.gamma
-
-
-@cache
-def _tags(attributes: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [(attribute, tag_of(attribute)) for attribute in attributes]
-
-
-def _known(numbers: dict[str, float]) -> dict[str, float]:
-    return {tag: number for tag, number in numbers.items() if not math.isnan(number)}

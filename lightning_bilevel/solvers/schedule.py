@@ -33,12 +33,6 @@ class Power:
     initial: float
     power: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not is_number(self.initial) or self.initial <= 0:
-            raise ValueError(f"`Power(initial={self.initial!r})` must be positive and finite.")
-        if not is_number(self.power):
-            raise ValueError(f"`Power(power={self.power!r})` must be a finite number.")
-
     def at(self, k: int) -> float:
         r"""Return :math:`a_0 (k + 1)^p`."""
         return value_at((self.initial, self.power), k)

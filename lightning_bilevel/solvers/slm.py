@@ -8,11 +8,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["SLM"]
@@ -104,36 +103,20 @@ class SLM(BilevelOptimizer):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "eta": eta,
-            "alpha": alpha,
-            "gamma": gamma,
-            "tau": tau,
-            "T": T,
-            "delta": delta,
-            "lambda0": lambda0,
-            "restart": restart,
-            "dual": dual,
-        }
-        constants = checked_arguments(
-            "SLM",
-            given,
-            positive=("eta", "alpha", "gamma", "tau"),
-            nonnegative=("delta", "lambda0"),
-            whole=("T",),
-            choices={"restart": (True, False), "dual": get_args(Dual)},
-        )
         if dual == "damped" and tau > 1:
             raise ValueError(
                 f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the "
                 "multiplier."
             )
-        steps = step_constants("SLM", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": eta, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
+        checked = constants_of(
+            locals(),
+            lr="eta",
+            positive=("eta", "alpha", "gamma", "tau"),
+            nonnegative=("delta", "lambda0"),
+            whole=("T",),
+            choices={"dual": get_args(Dual)},
         )
+        super().__init__(params, *checked)
         self.memory["lambda"] = float(lambda0)
 
     def advance(
@@ -147,7 +130,7 @@ class SLM(BilevelOptimizer):
         else:
             inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
         here = problem.at(x)
-        z_start = self.restarted(y) if c["restart"] else remembered(self, "z", y)
+        z_start = self.restarted(y) if c["restart"] else self.memory.get("z", y)
         z = descend(here, z_start, inner_step, c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, z)

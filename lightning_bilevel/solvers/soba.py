@@ -11,14 +11,12 @@ from torch import Tensor
 from lightning_bilevel.core.differences import difference_products
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.batch_iteration import BatchIteration
 from lightning_bilevel.solvers.hypergradient import Ways, resolution
-from lightning_bilevel.solvers.inner import remembered
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["SOBA"]
@@ -95,25 +93,14 @@ class SOBA(BatchIteration):
         upper_clip: float | None = None,
         lower_clip: float | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "damping": damping,
-            "products": products,
-        }
-        constants = checked_arguments(
-            "SOBA",
-            given,
+        checked = constants_of(
+            locals(),
+            lr="alpha",
             schedules=("alpha", "beta"),
             nonnegative=("damping",),
             choices={"products": get_args(Ways)},
         )
-        steps = step_constants("SOBA", upper_clip=upper_clip, lower_clip=lower_clip)
-        super().__init__(
-            params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer},
-        )
+        super().__init__(params, *checked)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
@@ -124,7 +111,7 @@ class SOBA(BatchIteration):
         k = self.memory["iteration"]
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
-        v = remembered(self, "v", y) if "v" in self.memory else torch.zeros_like(y)
+        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
         here = problem.at(x)
         f = problem.upper(x, y)
         if c["products"] == "autograd":

@@ -1,25 +1,20 @@
-"""The step of a level along a direction."""
+"""The step of a level along a direction, and the descent of an inner variable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.schedule import is_number
 
-__all__ = ["STEP_CONSTANTS", "StepRule", "clipped", "plain", "step_constants", "touching"]
+__all__ = ["StepRule", "clipped", "descend", "plain", "touching"]
 
 # (v, direction, rate, feasible) -> the new v, in the set. The fused `core.prox.projected_step` has
 # this type too.
 StepRule = Callable[[Tensor, Tensor, float, ConvexSet], Tensor]
-
-# The constants of `step_constants`, which states of earlier versions do not have.
-STEP_CONSTANTS = ("upper_clip", "lower_clip", "x_every", "warmup")
 
 # Keeps a direction that is zero at zero, as in torch's clipping.
 _GUARD = 1e-6
@@ -46,23 +41,16 @@ def clipped(direction: Tensor, bound: float | None) -> Tensor:
     return direction * torch.clamp(bound / (length + _GUARD), max=1.0)
 
 
-def step_constants(
-    solver: str, *, upper_clip: float | None, lower_clip: float | None, **when: int
-) -> dict[str, Any]:
-    """Return the checked constants of a solver's steps: bounds of directions, and when x moves.
-
-    Example:
-        >>> step_constants("F2SA", upper_clip=None, lower_clip=-1.0)
-        Traceback (most recent call last):
-        ValueError: `F2SA(lower_clip=-1.0)` must be positive and finite, or None for no clipping.
-    """
-    for name, bound in (("upper_clip", upper_clip), ("lower_clip", lower_clip)):
-        if bound is not None and not (is_number(bound) and bound > 0):
-            raise ValueError(
-                f"`{solver}({name}={bound!r})` must be positive and finite, or None for no "
-                "clipping."
-            )
-    whole = [name for name in when if name == "x_every"]
-    counts = [name for name in when if name == "warmup"]
-    moves = checked_arguments(solver, when, whole=whole, counts=counts)
-    return {"upper_clip": upper_clip, "lower_clip": lower_clip, **moves}
+def descend(
+    lower: LowerLevel,
+    z: Tensor,
+    step: float,
+    steps: int,
+    lower_set: ConvexSet,
+    rule: StepRule = plain,
+) -> Tensor:
+    r"""Repeat :math:`z \leftarrow P_Y(z - s \nabla_y g(x, z))`, at one pass of g each."""
+    for number in range(steps):
+        # Methods that start at y need the gap at y afterwards, so the first gradient is kept.
+        z = rule(z, lower.gradient(z, keep=number == 0), step, lower_set)
+    return z

@@ -13,12 +13,11 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import by_pieces
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
 from lightning_bilevel.solvers.streaming import Directions, stream
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -112,20 +111,9 @@ class StreamingIVSP(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {
-            "alpha": alpha,
-            "beta": beta,
-            "eta": eta,
-            "rho": rho,
-            "sigma": sigma,
-            "delta": delta,
-            "mu": mu,
-            "gamma": gamma,
-            "floor": floor,
-        }
-        constants = checked_arguments(
-            "StreamingIVSP",
-            given,
+        constants, optimizers = constants_of(
+            locals(),
+            lr="alpha",
             schedules=("alpha", "beta", "eta"),
             positive=("rho", "delta", "mu", "gamma"),
             nonnegative=("sigma", "floor"),
@@ -135,23 +123,8 @@ class StreamingIVSP(BilevelOptimizer):
                 f"`StreamingIVSP(floor={floor!r})` must be at most 1: it is the least phi, and phi "
                 "is at most 1."
             )
-        if rho * sigma >= 1:
-            raise ValueError(
-                f"`StreamingIVSP(rho={rho!r})` must be smaller than 1/sigma = {1 / sigma:g}: "
-                "otherwise the Moreau subproblem is not strongly convex."
-            )
-        steps = step_constants(
-            "StreamingIVSP",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
-        super().__init__(
-            params,
-            {"lr": value_at(constants["alpha"], 0), **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        Envelope(rho=rho, sigma=sigma, delta=delta)
+        super().__init__(params, constants, optimizers)
 
     @property
     def envelope(self) -> Envelope:

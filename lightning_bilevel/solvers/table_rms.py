@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bilevel.solvers.schedule import is_number
-
 __all__ = ["TableRMS"]
 
 # How much of the running mean square a step keeps.
@@ -47,8 +45,6 @@ class TableRMS(Optimizer):
     whole_vector: ClassVar[bool] = True
 
     def __init__(self, params: Iterable[Any], lr: float = 3.0) -> None:
-        if not is_number(lr) or lr < 0:
-            raise ValueError(f"`TableRMS(lr={lr!r})` must be nonnegative and finite.")
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
-from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.episodic import Weights
-from lightning_bilevel.solvers.inner import descend, remembered
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import step_constants
+from lightning_bilevel.solvers.steps import descend
 from lightning_bilevel.solvers.streaming import Directions
 from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
@@ -99,27 +98,10 @@ class VPBGD(BilevelOptimizer):
         x_every: int = 1,
         warmup: int = 0,
     ) -> None:
-        given = {"alpha": alpha, "beta": beta, "gamma": gamma, "T": T, "restart": restart}
-        constants = checked_arguments(
-            "VPBGD",
-            given,
-            schedules=("gamma",),
-            positive=("alpha", "beta"),
-            whole=("T",),
-            choices={"restart": (True, False)},
+        checked = constants_of(
+            locals(), lr="alpha", schedules=("gamma",), positive=("alpha", "beta"), whole=("T",)
         )
-        steps = step_constants(
-            "VPBGD",
-            upper_clip=upper_clip,
-            lower_clip=lower_clip,
-            x_every=x_every,
-            warmup=warmup,
-        )
-        super().__init__(
-            params,
-            {"lr": alpha, **constants, **steps},
-            {"upper": upper_optimizer, "lower": lower_optimizer, "inner": inner_optimizer},
-        )
+        super().__init__(params, *checked)
 
     def weights(self) -> Weights:
         c = self.constants
@@ -145,7 +127,7 @@ class VPBGD(BilevelOptimizer):
         alpha = c["alpha"]
         gamma = value_at(c["gamma"], self.memory["iteration"])
         here = problem.at(x)
-        w_start = self.restarted(y) if c["restart"] else remembered(self, "w", y)
+        w_start = self.restarted(y) if c["restart"] else self.memory.get("w", y)
         w = descend(here, w_start, c["beta"], c["T"], problem.lower_set, self.rule("inner"))
         f = problem.upper(x, y)
         gap = here.gap(y, w)

@@ -10,6 +10,7 @@ differentiation does not. The points have the same batch and the same random num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +51,23 @@ class SOBA(Method):
 
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         x, y, v = step.upper, step.shadow.parameters, step.shadow.z
-        kept = step.put_aside([*x, *y])
+        kept = step.take([*x, *y])
         with step.same_draws():
             f = step.upper_loss(upper)
             step.backward(f)
-        f_x, f_y = step.put_aside(x), step.put_aside(y)
+        f_x, f_y = step.take(x), step.take(y)
         g_x, g_v = _product(step, lower, v)
         g = step.lower_loss(lower)
         step.backward(g)
-        step.put_back(x, f_x)
-        step.add_gradients(x, g_x, -1.0)
-        step.add_gradients(v, g_v)
-        step.add_gradients(v, f_y, -1.0)
-        step.add_gradients([*x, *y], kept)
+        step.take(x)
+        for parameters, terms, factor in (
+            (x, f_x, 1.0),
+            (x, g_x, -1.0),
+            (v, g_v, 1.0),
+            (v, f_y, -1.0),
+        ):
+            step.add(parameters, terms, factor)
+        step.add([*x, *y], kept)
         return Numbers(f.detach(), g.detach(), g.detach(), 0.0)
 
 
@@ -88,34 +93,33 @@ class DARTS(Method):
 
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         x, y, z = step.upper, step.shadow.parameters, step.shadow.z
-        kept = step.put_aside([*x, *y])
+        kept = step.take([*x, *y])
         with step.same_draws():
             g = step.lower_loss(lower)
             step.backward(g)
-        step.put_aside(x)
-        g_y = step.put_aside(y)
+        step.take(x)
+        g_y = step.take(y)
         with torch.no_grad():
             for own, ahead in zip(y, z, strict=True):
                 ahead.copy_(own)
         _add_to(z, g_y, -self.xi * step.options.accumulate)
-        with step.same_draws(), step.shadow.exchanged():
+        # The last evaluation draws for good.
+        again = step.same_draws() if self.xi > 0 else nullcontext()
+        with again, step.shadow.exchanged():
             f = step.upper_loss(upper)
             step.backward(f)
-        f_x, p = step.put_aside(x), step.put_aside(y)
-        if self.xi > 0:
-            g_x, _ = _product(step, lower, p)
-            step.put_back(x, f_x)
-            # p is the gradient of f over the number of batches in a step.
-            step.add_gradients(x, g_x, -self.xi * step.options.accumulate)
-        else:
-            step.put_back(x, f_x)
-        step.put_back(y, g_y)
-        step.add_gradients([*x, *y], kept)
+        f_x, p = step.take(x), step.take(y)
+        g_x, _ = _product(step, lower, p, last=True) if self.xi > 0 else ([None] * len(x), [])
+        step.add(x, f_x)
+        # p is the gradient of f over the number of batches in a step.
+        step.add(x, g_x, -self.xi * step.options.accumulate)
+        step.add(y, g_y)
+        step.add([*x, *y], kept)
         return Numbers(f.detach(), g.detach(), g.detach(), 0.0)
 
 
 def _product(
-    step: Step, batch: Any, v: Sequence[Tensor | None]
+    step: Step, batch: Any, v: Sequence[Tensor | None], last: bool = False
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the products of the second derivatives of g in xy and yy with v."""
     x, y = step.upper, step.shadow.parameters
@@ -126,9 +130,10 @@ def _product(
     for sign in (1.0, -1.0):
         with torch.no_grad():
             moved = [p + sign * e * w for p, w in zip(y, known, strict=True)]
-        with step.same_draws(), exchanged(y, moved):
+        again = nullcontext() if last and sign < 0 else step.same_draws()
+        with again, exchanged(y, moved):
             step.backward(sign * step.lower_loss(batch))
-    products = step.put_aside([*x, *y])
+    products = step.take([*x, *y])
     for product in products:
         if product is not None:
             product.div_(2 * e)

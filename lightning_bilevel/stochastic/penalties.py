@@ -4,8 +4,8 @@ With weights a and b, the upper variable x and the lower variable y go down
 
 .. math:: a f(x, y) + b\,\bigl[g(x, y) - g(x, z) - |y - z|^2/(2\rho)\bigr]
 
-on a batch, and z goes down :math:`g(x, z) + |z - y|^2/(2\rho)`; without a :math:`\rho` both squares are
-left out. All three move once per batch, from the old point, each by its torch optimiser.
+on a batch, and z goes down :math:`g(x, z) + |z - y|^2/(2\rho)`; without a :math:`\rho` both squares
+are left out. All three move once per batch, from the old point, each by its torch optimiser.
 """
 
 from __future__ import annotations
@@ -64,24 +64,25 @@ class Penalty(Method):
 
     def add_gradients(self, step: Step, lower: object, upper: object) -> Numbers:
         x, y, z = step.upper, step.shadow.parameters, step.shadow.z
-        kept_x, kept_y = step.put_aside(x), step.put_aside(y)
+        kept_x, kept_y = step.take(x), step.take(y)
         # With b in the backward pass, its part in the gradient of x cancels that of y to the bit as
         # long as z = y. An optimiser may divide by the size of what is left.
-        b = self.weights(step).gap or 1.0
+        known: Weights = self.weights(step) if step.first else step.weights
+        b = 1.0 if isinstance(known.gap, float) and known.gap == 0.0 else known.gap
         with step.same_draws(), step.shadow.exchanged():
             g_z = step.lower_loss(lower)
-            step.backward(-b * g_z)
-        step.move_gradients(y, z, -1 / b)
-        step.put_back(y, kept_y)
-        from_z = step.put_aside(x)
+            step.backward(_times(b, g_z))
+        from_z = step.take(x)
+        step.add(z, step.take(y), 1 / b)
+        step.add(y, kept_y)
         g_y = step.lower_loss(lower)
         f = step.upper_loss(upper)
         if step.first:
             step.weights = self.observe(step, partial(_gap, step, g_y, g_z))
         w: Weights = step.weights
-        step.backward(w.upper * f + w.gap * g_y)
-        step.add_gradients(x, from_z, w.gap / b)
-        step.add_gradients(x, kept_x)
+        step.backward(_times(w.upper, f) + _times(w.gap, g_y))
+        step.add(x, from_z, -w.gap / b)
+        step.add(x, kept_x)
         if step.last:
             if self.proximal is not None:
                 step.shadow.add_proximal_pull(self.proximal, w.gap)
@@ -188,8 +189,8 @@ class StreamingIVSP(Penalty):
         \mu' &= \max\bigl\{\mu,\; 3 \sqrt{v\, (1 - 0.98)/(1 + 0.98)}\bigr\}, \qquad
           b = \operatorname{clip}(R/\mu' + 1/2,\; \text{floor},\; 1), \qquad a = \gamma
 
-    R starts at the first r. The gradient of y is divided by :math:`a + b`, which keeps the rate of y
-    that of plain training. With ``accumulate`` the first batch of a step gives b.
+    R starts at the first r. The gradient of y is divided by :math:`a + b`, which keeps the rate of
+    y that of plain training. With ``accumulate`` the first batch of a step gives b.
 
     No theorem holds here: IVSP's is about full batches and a line search. The tracked R is no
     certificate: the noise of z makes :math:`|z - y|^2` large, so R is too small.
@@ -238,6 +239,10 @@ class StreamingIVSP(Penalty):
         smoothing = (_DEVIATIONS * deviation).clamp(min=self.mu)
         phi = (tracked / smoothing + 0.5).clamp(self.floor, 1.0)
         return Weights(self.gamma, phi, self.gamma + phi)
+
+
+def _times(weight: float | Tensor, value: Tensor) -> Tensor:
+    return value if isinstance(weight, float) and weight == 1.0 else weight * value
 
 
 def _gap(step: Step, g_y: Tensor, g_z: Tensor) -> Tensor:

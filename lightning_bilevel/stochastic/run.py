@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.stochastic.penalties import F2SA
 from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
 from lightning_bilevel.stochastic.step import Numbers, Step, wide
 
@@ -58,7 +59,7 @@ class MiniBatches(Callback):
         copies = dict(zip(shadow.parameters, shadow.z, strict=True))
         self.step = Step(
             module=pl_module,
-            method=declared.method,
+            method=declared.method or F2SA(),
             options=declared.options,
             upper=declared.upper.parameters,
             shadow=shadow,
@@ -105,7 +106,7 @@ class MiniBatches(Callback):
         self._resume()
 
     def _resume(self) -> None:
-        """Go on from a saved state, once there is one and a run: strategies load it in two orders."""
+        """Go on from a saved state; a strategy may load it before or after the run begins."""
         if self.step is None or self._saved is None:
             return
         self.step.load(self._saved)
@@ -141,7 +142,8 @@ def by_level(
     for level, its in zip(declared.levels, found, strict=True):
         if not its:
             raise MisconfigurationException(
-                f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. {_RIGHT}"
+                f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. "
+                f"{_RIGHT}"
             )
         left = sum(id(p) not in seen for p in level.parameters)
         if left:

@@ -1,8 +1,8 @@
 """The second copy of the lower level, and its exchange with the first.
 
-A loss reads the module's own parameters. To evaluate it at z, the content of y and z changes places: the
-hooks of parameters and modules, their sharding and their compiled code stay what they are.
-"""
+A loss reads the module's own parameters. To evaluate it at z, the content of y and z changes
+places: the hooks of parameters and modules, their sharding and their compiled code stay what they
+are.
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +88,9 @@ class Shadow:
     @torch.no_grad()
     def load(self, state: dict[str, list[Tensor]]) -> None:
         """Go on from a saved z."""
-        for mine, saved in (*zip(self.z, state["z"]), *zip(self.z_buffers, state["buffers"])):
-            mine.copy_(saved)
+        mine, saved = [*self.z, *self.z_buffers], [*state["z"], *state["buffers"]]
+        for own, value in zip(mine, saved, strict=True):
+            own.copy_(value)
 
 
 def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter]) -> Optimizer:

@@ -86,7 +86,7 @@ class Method:
         return after > 0 and after % self.x_every == 0
 
     def start(self, step: Step) -> None:
-        """Set the second copy of the lower level, which is y, where it starts from another value."""
+        """Set the second copy of the lower level, if it does not start at y."""
 
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         """Add the gradients on a batch of both levels to those of x, y and z."""
@@ -131,6 +131,8 @@ class Step:
     weights: Any = None
 
     def __post_init__(self) -> None:
+        model = self.module.trainer.model
+        self._shares_buckets: bool = getattr(model, "gradient_as_bucket_view", False)
         self.method.start(self)
         self._project()
 
@@ -163,7 +165,8 @@ class Step:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss, as Lightning's strategy and precision do."""
-        self.module.manual_backward(loss / self.options.accumulate)
+        n = self.options.accumulate
+        self.module.manual_backward(loss if n == 1 else loss / n)
 
     def lower_loss(self, batch: Any) -> Tensor:
         """Return g at the module's parameters."""
@@ -184,42 +187,35 @@ class Step:
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[device], device_type=device.type)
 
-    def put_aside(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
-        """Take the gradients so far away from the parameters."""
-        kept = []
+    def take(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of parameters, which have none afterwards."""
+        taken: list[Tensor | None] = []
         for parameter in parameters:
-            kept.append(self._owned(parameter.grad))
+            gradient = parameter.grad
+            # With `gradient_as_bucket_view` the next backward pass of DDP writes into it.
+            shared = self._shares_buckets and gradient is not None
+            taken.append(gradient.clone() if shared else gradient)  # type: ignore[union-attr]
             parameter.grad = None
-        return kept
+        return taken
 
-    def put_back(self, parameters: Iterable[Tensor], kept: Iterable[Tensor | None]) -> None:
-        """Give parameters their gradients back."""
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-
-    def move_gradients(
-        self, parameters: Iterable[Tensor], to: Iterable[Tensor], factor: float
-    ) -> None:
-        """Add a multiple of the gradients of parameters to those of others, and take them away."""
-        for parameter, other in zip(parameters, to, strict=True):
-            gradient = self._owned(parameter.grad)
-            parameter.grad = None
-            if gradient is None:
-                continue
-            gradient.mul_(factor)
-            other.grad = gradient if other.grad is None else other.grad.add_(gradient)
-
-    def add_gradients(
+    def add(
         self,
         parameters: Iterable[Tensor],
         terms: Iterable[Tensor | None],
         factor: float | Tensor = 1.0,
     ) -> None:
-        """Add multiples of tensors to the gradients of parameters."""
+        """Add multiples of tensors, which are given away, to the gradients of parameters."""
         for parameter, term in zip(parameters, terms, strict=True):
-            if term is not None:
-                term = term * factor if not (isinstance(factor, float) and factor == 1.0) else term
-                parameter.grad = term if parameter.grad is None else parameter.grad.add_(term)
+            if term is None:
+                continue
+            if isinstance(factor, Tensor):
+                term, factor_left = term.mul_(factor), 1.0
+            else:
+                factor_left = factor
+            if parameter.grad is not None:
+                parameter.grad.add_(term, alpha=factor_left)
+            else:
+                parameter.grad = term if factor_left == 1.0 else term.mul_(factor_left)
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a number over the processes."""
@@ -251,11 +247,6 @@ class Step:
 
     def _written(self) -> list[Tensor]:
         return [*self.shadow.buffers, *self.shadow.z_buffers]
-
-    def _owned(self, gradient: Tensor | None) -> Tensor | None:
-        # With `gradient_as_bucket_view` the next backward pass of DDP writes into it.
-        shared = getattr(self.module.trainer.model, "gradient_as_bucket_view", False)
-        return gradient.clone() if shared and gradient is not None else gradient
 
     def _is_finite(self) -> bool:
         if not self.options.skip_nonfinite:
@@ -308,7 +299,7 @@ def project(parameters: Sequence[Tensor], feasible: ConvexSet) -> None:
     if isinstance(feasible, Free):
         return
     whole = torch.cat([p.detach().reshape(-1) for p in parameters])
-    parts = feasible.project(whole).split([p.numel() for p in parameters])
+    parts = torch.split(feasible.project(whole), [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.copy_(part.view_as(parameter))
 

@@ -20,8 +20,8 @@ _LONGEST = 3.0
 class TableRMS(Optimizer):
     r"""Steps of similar size for a table of which a batch touches a few entries, such as weights.
 
-    An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them, are
-    of little use, and momentum would move entries that the batch does not speak of. TableRMS keeps
+    An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them,
+    An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them,
     ONE mean square v for all entries, and its root r only grows. With the gradients :math:`g_i` of
     the entries T that are not 0 in step t:
 
@@ -31,7 +31,7 @@ class TableRMS(Optimizer):
         x_i &\leftarrow x_i - \text{lr} \cdot \operatorname{clip}(g_i / r_t,\; -3,\; 3),
           \qquad i \in T
 
-    The other entries stay as they are, bit for bit: a sample that is not in the batch has gradient 0.
+    The other entries stay as they are, bit for bit: a sample outside of the batch has gradient 0.
     Give the level a set such as ``Box(-8, 8)``: a logit beyond is a weight of 0 or 1 all the same.
 
     Args:

@@ -25,7 +25,7 @@ def crashed(folder: Path, seed: int, kills: int, *solvers: str, timeout: float) 
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return crashed(tmp_path_factory.mktemp("crashes"), 0, 10, "own", "meha", timeout=500)
+    return crashed(tmp_path_factory.mktemp("crashes"), 0, 6, "own", "meha", timeout=500)
 
 
 def check(run: dict[str, Any], kills: int) -> None:
@@ -37,16 +37,15 @@ def check(run: dict[str, Any], kills: int) -> None:
     assert run["left"] == [
         "certificate.json",
         "config.yaml",
-        "convergence.png",
         "last.ckpt",
         "log.txt",
         "run.yaml",
     ]
 
 
-def test_ten_kills_later_a_run_ends_where_it_would_have(crashes: dict[str, Any]) -> None:
+def test_six_kills_later_a_run_ends_where_it_would_have(crashes: dict[str, Any]) -> None:
     for run in crashes["kills"]:
-        check(run, 10)
+        check(run, 6)
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_fifty_kills_later_too(tmp_path: Path) -> None:
 def test_a_comparison_goes_on_after_kills(crashes: dict[str, Any]) -> None:
     found = crashes["compare"]
     assert found["code"] == 0, found["log"]
-    assert found["killed"] >= 3
+    assert found["killed"] >= 2
     for result in found["results"]:
         assert result["error"] is None
         iterations = [row["iteration"] for row in result["rows"]]

@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from clocks import Clock
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from places import CONFIGS, SYNTHETIC
 from running import events, fit, trainer
 from streaming import ADAMW, SGD, Streamed, StreamedData
@@ -26,14 +25,11 @@ from lightning_bilevel import (
     IVSP,
     BilevelError,
     CertificateReport,
-    ConvergencePlot,
-    FullBatchDataModule,
-    SineProblem,
     StreamingIVSP,
 )
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
-from lightning_bilevel.cli.trainer import WITHOUT_STEPS, BilevelTrainer
+from lightning_bilevel.cli.certify import WITHOUT_STEPS, certificate_of, probed, restore
 from lightning_bilevel.data.glyphs import draw_glyphs
 from lightning_bilevel.data.omniglot import OmniglotEpisodes
 
@@ -51,8 +47,8 @@ def test_paper_settings_reach_the_papers_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
-    printed, _, proved = capsys.readouterr().out.partition("the theorem's point ---")
-    assert "(at most " in proved
+    printed, _, proved = capsys.readouterr().out.partition("point: the theorem's point")
+    assert "bounds there: feasibility" in proved
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip()
         for line in printed.splitlines()
@@ -64,7 +60,7 @@ def test_paper_settings_reach_the_papers_accuracy(
         float(rows[f"KKT {name}"]) < 1e-3
         for name in ("stationarity", "feasibility", "complementarity")
     )
-    assert rows["penalty updates"] == "3"
+    assert "update 3" in " ".join(printed.split())
     assert rows["outer iterations"] == "2000"
     log = next(tmp_path.rglob("events.out.tfevents*"))
     assert "bilevel/moreau_gap" in events(log.parent).Tags()["scalars"]
@@ -77,7 +73,7 @@ def test_paper_settings_reach_the_papers_accuracy(
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("budget", "iterations"),
-    [("100ms", 4), (0.1, 4), ("00:00:00:01", 34), ({"milliseconds": 100}, 4)],
+    [("100ms", 4), (0.1, 4)],
 )
 def test_a_budget_stops_fit_from_yaml(
     tmp_path: Path,
@@ -94,7 +90,6 @@ def test_a_budget_stops_fit_from_yaml(
         return advance(self, *args)
 
     monkeypatch.setattr(IVSP, "advance", timed)
-    monkeypatch.setattr(ConvergencePlot, "on_train_end", lambda *args: None)  # takes longest
     config = yaml.safe_load(CONFIG.read_text())
     config["trainer"]["callbacks"] = [
         {"class_path": "OptimizationBudget", "init_args": {"budget": budget}}
@@ -128,7 +123,7 @@ def test_a_budget_by_one_flag(
     (config,) = tmp_path.rglob("config.yaml")
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     main(["certify", "--config", str(config), "--ckpt_path", str(checkpoint)])
-    assert f"outer iterations          {rows['outer iterations']}" in capsys.readouterr().out
+    assert f"outer iterations   {rows['outer iterations']}" in capsys.readouterr().out
 
 
 def test_a_budget_that_is_no_time_is_refused(
@@ -141,16 +136,15 @@ def test_a_budget_that_is_no_time_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "mps", "gpu", "chosen"),
+    ("given", "mps", "chosen"),
     [
-        ("auto", True, False, "cpu"),
-        ("auto", True, True, "auto"),
-        ("auto", False, False, "auto"),
-        ("mps", True, False, "mps"),  # which `fit` then refuses with a sentence
+        ("auto", True, "cpu"),
+        ("auto", False, "auto"),
+        ("mps", True, "mps"),  # which `fit` then refuses with a sentence
     ],
 )
 def test_an_automatic_choice_is_no_device_without_float64(
-    monkeypatch: pytest.MonkeyPatch, given: str, mps: bool, gpu: bool, chosen: str
+    monkeypatch: pytest.MonkeyPatch, given: str, mps: bool, chosen: str
 ) -> None:
     """Apple's GPU has none."""
 
@@ -162,14 +156,13 @@ def test_an_automatic_choice_is_no_device_without_float64(
             raise Chosen(config["accelerator"])
 
     monkeypatch.setattr("lightning_bilevel.cli.app.MPSAccelerator.is_available", lambda: mps)
-    monkeypatch.setattr("lightning_bilevel.cli.app.CUDAAccelerator.is_available", lambda: gpu)
     args = ["--config", str(CONFIG), f"--trainer.accelerator={given}"]
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel", *args])
     with pytest.raises(Chosen, match=f"^{chosen}$"):
         CLI(run=False)
 
 
-MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor", "ConvergencePlot"]
+MONITORS = ["MoreauGapMonitor", "PenaltyMonitor", "KKTMonitor", "SolverMonitor"]
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 
 
@@ -214,17 +207,10 @@ def test_monitors_by_their_bare_names(
     assert tags <= set(found.Tags()["scalars"])
     assert ("bilevel/penalty_constant_for" in found.Tags()["scalars"]) == (solver == "ivsp")
     assert [event.step for event in found.Scalars("bilevel/calls_gap")] == [1, 5, 10]
-    assert found.Tags()["images"] == ["convergence"]
-    assert {"config/text_summary", "certificate/text_summary"} <= set(found.Tags()["tensors"])
-    shown = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert (
-        yaml.safe_load(shown.removeprefix("```yaml\n").removesuffix("```"))["model"]["init_args"][
-            "n"
-        ]
-        == 10
-    )
-    assert (folder / "convergence.png").exists()
-    assert (tmp_path / "checkpoints" / "certificate.json").exists()
+    assert "certificate/text_summary" in found.Tags()["tensors"]
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["model"]["init_args"]["n"] == 10
+    assert (folder / "certificate.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +223,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, 
         fit(folder, *QUIET, *short, "--model.init_args.n=10")
     (checkpoint,) = folder.rglob("*.ckpt")
     (config,) = folder.rglob("config.yaml")
-    saved = json.loads((checkpoint.parent / "certificate.json").read_text())
+    saved = json.loads((config.parent / "certificate.json").read_text())
     return ["certify", "--config", str(config), "--ckpt_path", str(checkpoint)], saved, folder
 
 
@@ -255,14 +241,11 @@ class TestCertify:
         assert saved["reading"] in " ".join(printed.split())
         assert sorted(folder.rglob("*")) == before  # it only looks
 
-    @pytest.mark.parametrize("flag", [["--proved"], ["--proved", "true"]])
-    def test_of_the_theorem_s_point(
-        self, run: Any, capsys: pytest.CaptureFixture[str], flag: list[str]
-    ) -> None:
+    def test_of_the_theorem_s_point(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         call, saved, _ = run
-        main([*call, *flag])
+        main([*call, "--proved"])
         printed = " ".join(capsys.readouterr().out.split())  # a long row goes on below itself
-        certificate = saved["proved"]["certificate"]
+        certificate = saved["proved"]
         assert certificate["stationarity"] != saved["certificate"]["stationarity"]
         assert f"{certificate['stationarity']:.3e}" in printed
         assert certificate["point"] in printed
@@ -278,22 +261,28 @@ class TestCertify:
         assert seen == [1e-2]
 
     @pytest.mark.parametrize(
-        ("change", "words"),
+        ("change", "code", "words"),
         [
             (
                 ["--ckpt_path", "nowhere.ckpt"],
-                "`certify(ckpt_path=nowhere.ckpt)` must be the path of a checkpoint",
+                1,
+                "`certify --ckpt_path nowhere.ckpt`: there is no such file",
             ),
-            (["--ckpt_path", "null"], "`certify(ckpt_path=None)` must be the path of a checkpoint"),
-            (["--tolerance", "0"], "`certify(tolerance=0.0)` must be positive"),
+            (["--ckpt_path", "null"], 1, "`certify --ckpt_path None`: there is no such file"),
+            (["--tolerance", "0"], 2, 'Parser key "tolerance"'),
         ],
     )
     def test_bad_calls(
-        self, run: Any, capsys: pytest.CaptureFixture[str], change: list[str], words: str
+        self,
+        run: Any,
+        capsys: pytest.CaptureFixture[str],
+        change: list[str],
+        code: int,
+        words: str,
     ) -> None:
         with pytest.raises(SystemExit) as stop:
             main([*run[0], *change])
-        assert stop.value.code == 1
+        assert stop.value.code == code
         error = capsys.readouterr().err
         assert words in error
         assert "Traceback" not in error
@@ -310,12 +299,7 @@ def built(tmp_path: Path, *args: str) -> list[str]:
 
 
 class TestCallbacks:
-    WATCHING: ClassVar[list[str]] = [
-        "PenaltyMonitor",
-        "KKTMonitor",
-        "SolverMonitor",
-        "ConvergencePlot",
-    ]
+    WATCHING: ClassVar[list[str]] = ["PenaltyMonitor", "KKTMonitor", "SolverMonitor"]
     OTHERS: ClassVar[list[str]] = [
         "_SaveConfig",
         "BilevelProgressBar",
@@ -354,29 +338,14 @@ def test_probe_takes_the_config_of_a_fit(run: Any, capsys: pytest.CaptureFixture
     main(["probe", "--config", str(config)])
     printed = capsys.readouterr().out
     assert "what it would choose" in printed
-    assert "ckpt_path" not in printed
-    main(["probe", "--config", str(config), "--ckpt_path", "last"])
-    assert "`ckpt_path=last` was not read" in capsys.readouterr().out
+    assert "; given: " in printed
     assert sorted(folder.rglob("*")) == before
-
-
-def test_what_only_looks_never_trains() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"`BilevelTrainer\(max_steps=-1\)` would train"
-    ):
-        BilevelTrainer(accelerator="cpu", logger=False).probe(SineProblem(), FullBatchDataModule())
 
 
 class TestOnMiniBatches:
     """A run on mini-batches with the loaders of a user's own data module."""
 
-    @pytest.fixture
-    def looking(self) -> BilevelTrainer:
-        return BilevelTrainer(accelerator="cpu", **WITHOUT_STEPS)
-
-    def test_certify_is_what_the_run_ended_with(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], looking: BilevelTrainer
-    ) -> None:
+    def test_certify_is_what_the_run_ended_with(self, tmp_path: Path) -> None:
         """The same data, the same rho, and as few passes."""
         solver = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
         module = Streamed(solver=solver)
@@ -384,26 +353,27 @@ class TestOnMiniBatches:
         run = trainer(tmp_path, max_epochs=2, callbacks=[report])
         run.fit(module, datamodule=StreamedData())
         run.save_checkpoint(tmp_path / "run.ckpt")
-        capsys.readouterr()
-        loaded = Streamed(solver=solver)
-        found = looking.certify(loaded, StreamedData(), str(tmp_path / "run.ckpt"))
+        loaded = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(solver=solver), StreamedData())
+        restore(*loaded, ckpt_path=str(tmp_path / "run.ckpt"))
+        found = certificate_of(*loaded)
         assert found is not None
         assert report.certificate is not None
         assert found.evaluated_on == report.certificate.evaluated_on
         assert "all data (20 upper and 30 lower samples), in eval mode; rho =" in found.evaluated_on
         assert found.passes == report.certificate.passes < 60
         assert found.kkt == pytest.approx(report.certificate.kkt, rel=1e-4)
-        assert found.evaluated_on in " ".join(capsys.readouterr().out.split())
 
-    def test_probe_looks_at_all_data(
-        self, capsys: pytest.CaptureFixture[str], looking: BilevelTrainer
-    ) -> None:
-        rows = looking.probe(Streamed(norm=False, dropout=0.0), StreamedData())
-        assert "rho" in dict(rows)
+    def test_probe_looks_at_all_data(self, tmp_path: Path) -> None:
+        run = trainer(tmp_path, **WITHOUT_STEPS)
+        started = (run, Streamed(norm=False, dropout=0.0), StreamedData())
+        restore(*started)
+        assert "\nrho " in probed(*started)
 
-    def test_probe_refuses_losses_that_change(self, looking: BilevelTrainer) -> None:
+    def test_probe_refuses_losses_that_change(self, tmp_path: Path) -> None:
+        started = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(), StreamedData())
+        restore(*started)
         with pytest.raises(BilevelError, match="need a deterministic objective"):
-            looking.probe(Streamed(), StreamedData())
+            probed(*started)
 
 
 class TestAModuleWithTheMixin:
@@ -456,15 +426,9 @@ class TestWhatIsNoCheckpoint:
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            (
-                "bare",
-                (
-                    "is a file of torch, but no checkpoint of Lightning: it must be what "
-                    "`Trainer.save_checkpoint`"
-                ),
-            ),
-            ("tensor", "is a file of torch, but no checkpoint of Lightning"),
-            ("text", "is not a whole checkpoint of tensors and plain values: torch cannot read it"),
+            ("bare", "is not a whole checkpoint of tensors and plain values: "),
+            ("tensor", "is not a whole checkpoint of tensors and plain values: "),
+            ("text", "is not a whole checkpoint of tensors and plain values: "),
             ("empty", "is not a whole checkpoint of tensors and plain values: "),
             ("bytes", "is not a whole checkpoint of tensors and plain values: "),
         ],
@@ -490,12 +454,13 @@ class TestWhatIsNoCheckpoint:
         assert f"lightning-bilevel: `ckpt_path='{path}'` {words}" in error
         assert "Traceback" not in error
 
-    def test_hyper_parameters_of_another_module_are_named_as_before(
+    def test_hyper_parameters_of_another_module_are_named(
         self, tmp_path: Path, capsys: Any
     ) -> None:
-        torch.save({"hyper_parameters": {"colour": "red"}}, tmp_path / "run.ckpt")
+        saved = {"hyper_parameters": {"colour": "red"}, "pytorch-lightning_version": "2.6.0"}
+        torch.save(saved, tmp_path / "run.ckpt")
         with pytest.raises(SystemExit) as stop:
-            main(["certify", "--config", str(CONFIG), "--ckpt_path", str(tmp_path / "run.ckpt")])
+            main(["fit", "--config", str(CONFIG), "--ckpt_path", str(tmp_path / "run.ckpt")])
         assert stop.value.code == 2
         assert "colour" in capsys.readouterr().err
 
@@ -537,11 +502,7 @@ def test_a_wrong_key_or_type_is_named_at_parsing(
             "--data.init_args.epoch_length=0",
             "`FullBatchDataModule(epoch_length=0)` must be at least 1",
         ),
-        ("--trainer.precision=bf16-mixed", "is not supported: the Moreau gap"),
-        (
-            "--moreau_gap.every_n_steps=0",
-            "`MoreauGapMonitor(every_n_steps=0)` must be positive and finite, or None",
-        ),
+        ("--trainer.precision=bf16-mixed", "is not supported with IVSP on"),
         (
             "--moreau_gap.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}",
             "`rho=2.0` must be smaller than 1/sigma = 1",
@@ -574,31 +535,6 @@ def test_every_hyper_parameter_has_a_help_text(capsys: pytest.CaptureFixture[str
         )
         words = option.split("(type:")[0]
         assert len(words.split()) > 3, name
-
-
-def test_a_command_builds_the_parser_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them, where the config stands before the command: it may have parts for several."""
-    built: list[list[str]] = []
-
-    class Parsed(Exception):
-        pass
-
-    def stop(cli: BilevelCLI) -> None:
-        built.append([name for name, added in cli._subcommand_method_arguments.items() if added])
-        raise Parsed
-
-    monkeypatch.setattr(BilevelCLI, "before_instantiate_classes", stop)
-    parts = {"fit": yaml.safe_load(CONFIG.read_text()), "test": {"trainer": {"max_epochs": 3}}}
-    (tmp_path / "parts.yaml").write_text(yaml.safe_dump(parts))
-    for call in (
-        ["fit", "--config", str(CONFIG)],
-        ["--config", str(tmp_path / "parts.yaml"), "fit"],
-    ):
-        with pytest.raises(Parsed):
-            main(call)
-    assert built == [["fit"], list(BilevelCLI.subcommands())]
 
 
 @pytest.mark.integration
@@ -689,19 +625,50 @@ def reduced(config: Path, tmp_path: Path) -> Path:
     return path
 
 
+class Parsed(BilevelCLI):
+    def instantiate_classes(self) -> None:
+        """The config alone."""
+
+
+@pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_config_resolves(config: Path) -> None:
+    """Its classes and arguments exist; its name begins with that of its solver."""
+    resolved = Parsed(["--config", str(config)], run=False).config
+    solver = resolved.model.init_args.solver.class_path
+    assert config.stem.replace("_", "").startswith(solver.rsplit(".", 1)[-1].lower())
+
+
+# One of each task and mode.
+RUN = (
+    "synthetic/ivsp",
+    "digits/ivsp_default",
+    "mnist/ivsp",
+    "mnist/ivsp_growing",
+    "fashion_mnist/f2sa",
+    "glyphs/ivsp",
+    "omniglot/ivsp",
+    "omniglot_cpu/pbgd_free",
+    "digits_mini_batches/streaming_ivsp",
+    "mnist_mini_batches/streaming_ivsp",
+    "fashion_mnist_mini_batches/f2sa",
+    "glyphs_mini_batches/streaming_ivsp",
+    "omniglot_mini_batches/meha",
+    "trusted/mnist_pair_100/streaming_ivsp",
+    "trusted/fashion_mnist_pair_1000/f2sa",
+)
+
+
 @pytest.mark.integration
 # A few steps do not come to all data.
 @pytest.mark.filterwarnings("ignore:The run ended on a sample")
 @pytest.mark.usefixtures("_each_source_once")
-@pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_config_runs(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", RUN)
+def test_a_config_of_each_task_runs(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its arguments exist; with its data at hand, it makes a step (few-shot: a certificate)."""
+    """With its data at hand, it makes a step (few-shot: a certificate)."""
+    config = CONFIGS / f"{name}.yaml"
     content = yaml.safe_load(config.read_text())
-    solver = content["model"]["init_args"]["solver"]
-    solver = solver if isinstance(solver, str) else solver["class_path"]
-    assert config.stem.replace("_", "").startswith(solver.rsplit(".", 1)[-1].lower())
     source = content["data"]["class_path"]
     if source in FOLDERS and not (DATA / FOLDERS[source]).exists():
         pytest.skip(

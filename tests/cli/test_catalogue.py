@@ -36,20 +36,25 @@ def test_alone_it_explains_itself_in_a_screen(
         assert any(command in line for line in lines), command
 
 
-def test_the_commands_that_it_names_run(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [
-        line.split()[1:]
-        for line in OVERVIEW.splitlines()
-        if line.startswith("  lightning-bilevel ")
-    ]
-    assert len(named) == 2
-    for args in named:
-        with pytest.raises(SystemExit) as stop:
-            main([*args, *([] if "--print_config" in args else ["--print_config"])])
-        assert stop.value.code == 0
-        model = yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
-        expected = {"digits/ivsp_default": "HyperCleaning", "synthetic/ivsp": "SineProblem"}
-        assert model == f"lightning_bilevel.{expected[args[2]]}"
+def test_the_command_that_it_names_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (named,) = (line for line in OVERVIEW.splitlines() if line.startswith("  lightning-bilevel "))
+    with pytest.raises(SystemExit) as stop:
+        main([*named.split()[1:], "--print_config"])
+    assert stop.value.code == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]["class_path"]
+    assert model == "lightning_bilevel.HyperCleaning"
+
+
+def test_a_printed_config_prints_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*args: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["fit", *args, "--print_config"])
+        return capsys.readouterr().out
+
+    first = printed("--config", "synthetic/ivsp", "--model.n=10", "--budget=2s")
+    (tmp_path / "mine.yaml").write_text(first)
+    assert printed("--config", "mine.yaml") == first
+    assert "n: 10" in first
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,31 +64,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tasks_lists_every_folder_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["tasks"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(TASKS) + 1]] == [
-        "TASK",
-        *(task.name for task in TASKS),
-    ]
-    folders = {path.parent.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
-    assert {task.name for task in TASKS} == folders
-    told = "\n".join(lines)
-    assert "bome, f2sa, ivsp, meha, pngbio, slm, vpbgd" in told
-    assert "  digits has aid, darts, f2ba, hjfbio, itd, ivsp_default, soba too" in lines
-    assert any(line.startswith("PBGD-Free needs an f that depends on x") for line in lines)
-    assert "  mnist has ivsp_cleaning, ivsp_growing, ivsp_own_growing too" in lines
-    assert any(line.startswith("Those on mini-batches have: f2sa, ") for line in lines)
-    for task in TASKS:
-        config = next((folder() / task.name).glob("*ivsp.yaml")).read_text()
+    told = capsys.readouterr().out
+    folders = {path.relative_to(CONFIGS).parts[0] for path in CONFIGS.rglob("*.yaml")}
+    assert set(TASKS) == folders
+    for path in CONFIGS.rglob("*.yaml"):
+        shown = path.relative_to(CONFIGS).parts[:2]
+        assert all(Path(part).stem in told for part in shown), path
+    for name, words in TASKS.items():
+        config = next((folder() / name).rglob("*ivsp.yaml")).read_text()
         data = yaml.safe_load(config)["data"]["class_path"]
         downloads = data in ("MNISTCleaning", "FashionMNISTCleaning", "OmniglotEpisodes")
-        assert task.data.startswith("none") != downloads, task.name
+        assert ("no d" in words) != downloads, name
 
 
-@pytest.mark.parametrize("task", [task.name for task in TASKS])
+@pytest.mark.parametrize("task", TASKS)
 def test_a_gpu_is_used_where_there_is_one_and_the_papers_budget_is_a_flag_away(task: str) -> None:
     """The problem in float64 stays on the CPU; a ready config never takes more than one GPU."""
     budget = {"synthetic": "1s", "mnist": "60s", "fashion_mnist": "60s", "omniglot": "600s"}
-    for path in (folder() / task).glob("*.yaml"):
+    for path in (folder() / task).rglob("*.yaml"):
         settings = yaml.safe_load(path.read_text())["trainer"]
         if task == "synthetic":
             assert (settings["accelerator"], settings["precision"]) == ("cpu", "64-true")
@@ -94,15 +92,7 @@ def test_a_gpu_is_used_where_there_is_one_and_the_papers_budget_is_a_flag_away(t
             assert f"`--budget {budget[task]}`" in path.read_text(), path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "synthetic/ivsp",
-        "synthetic/ivsp.yaml",
-        "configs/synthetic/ivsp",
-        "configs/synthetic/ivsp.yaml",
-    ],
-)
+@pytest.mark.parametrize("name", ["synthetic/ivsp", "synthetic/ivsp.yaml"])
 def test_a_ready_config_is_found_by_its_name(name: str) -> None:
     assert ready(Path(name)) == IVSP
     assert with_ready_configs(["fit", "--config", name]) == ["fit", "--config", str(IVSP)]
@@ -115,7 +105,7 @@ def test_a_ready_config_is_found_by_its_name(name: str) -> None:
 
 
 def test_a_folder_of_ready_configs_is_found_by_its_name() -> None:
-    assert ready(Path("synthetic")) == ready(Path("configs/synthetic")) == IVSP.parent
+    assert ready(Path("synthetic")) == IVSP.parent
 
 
 def test_what_is_not_ready_stays_what_it_is(tmp_path: Path) -> None:
@@ -151,24 +141,18 @@ def test_fit_by_name_from_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (
             ["fit", "--config", "nowhere.yaml"],
-            ["File does not exist", "See `lightning-bilevel tasks`, which lists the ready"],
+            ["File does not exist", "See `lightning-bilevel --help`"],
         ),
         (
             ["fitt"],
-            [
-                "there is no command 'fitt'",
-                "See `lightning-bilevel --help`, which lists the commands.",
-            ],
+            ["invalid choice: 'fitt'", "See `lightning-bilevel --help`."],
         ),
         (["--nonsense"], ["nonsense", "See `lightning-bilevel --help`"]),
-        (["certify"], ["certify.", "required", "See `lightning-bilevel certify --help`."]),
+        (["certify"], ["required", "model"]),
         (["tasks", "--all"], ["unrecognized arguments: --all"]),
         (
             ["compare", "nowhere"],
-            [
-                "there is no such file or folder, nor a ready config, as `lightning-bilevel tasks` "
-                "lists them"
-            ],
+            ["File does not exist"],
         ),
     ],
 )

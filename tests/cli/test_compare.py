@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from dataclasses import replace
-from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 from clocks import Clock
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from matplotlib.figure import Figure
 from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
 from running import trainer
@@ -24,10 +23,10 @@ from lightning_bilevel import BOME, IVSP, FullBatchDataModule, OptimizationBudge
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli import compare as compare_module
-from lightning_bilevel.cli.compare import compare
-from lightning_bilevel.cli.configs import check_same_task, read_config
-from lightning_bilevel.cli.recorder import NEVER, Recorder
-from lightning_bilevel.cli.results import MethodResult, write_csv, write_figure, write_summary
+from lightning_bilevel.cli import results as results_module
+from lightning_bilevel.cli.compare import TRAINER, Method, Recorder, compare
+from lightning_bilevel.cli.results import MethodResult, draw, write_results
+from lightning_bilevel.plotting import PALETTE, scale
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.integration
 def _as_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     # The figure takes as long as two methods: it is drawn where a test looks at it.
-    monkeypatch.setattr(compare_module, "write_figure", lambda *args: None)
+    monkeypatch.setattr(results_module, "draw", lambda *args: Figure())
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def test_comparison_writes_everything(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compare_module, "write_figure", write_figure)
+    monkeypatch.setattr(results_module, "draw", draw)
     out = tmp_path / "out"
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
     found = rows(out)
@@ -102,29 +101,17 @@ def test_comparison_writes_everything(
         resolved = yaml.safe_load((out / method / "config.yaml").read_text())
         assert resolved["model"]["init_args"]["n"] == 10
     summary = (out / "summary.md").read_text()
-    assert "- **error of x**: ivsp, bome" in summary or "- **error of x**: bome, ivsp" in summary
     assert summary in capsys.readouterr().out
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "figure.svg").read_text()
 
 
-def test_all_methods_have_a_row_of_the_start_evaluated_once(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    evaluate = compare_module.start_row
-
-    def counted(*args: Any) -> dict[str, float]:
-        calls.append(args)
-        return evaluate(*args)
-
-    monkeypatch.setattr(compare_module, "start_row", counted)
+def test_all_methods_start_at_the_same_point(tmp_path: Path, small: Path) -> None:
     first, second = compare([small], 0.05, tmp_path / "out", evaluations=1)
-    assert len(calls) == 1
     assert first.rows[0] == second.rows[0]
     row = first.rows[0]
     assert (row["iteration"], row["optimization_time"], row["passes"]) == (0, 0.0, 0)
-    assert list(row) == list(first.rows[1])
+    assert row.keys() == first.rows[1].keys()
     torch.manual_seed(0)
     problem = SineProblem(n=10).double()
     run = trainer(tmp_path / "other", precision="64-true")
@@ -167,7 +154,7 @@ def test_an_interrupted_method_goes_on(
     start = Recorder.on_train_batch_start
 
     def interrupted(self: Any, *args: Any) -> None:
-        if len(self.rows) == 2:
+        if len(self.rows) == 3:
             raise SystemExit(1)  # not an Exception: as a kill would, it leaves no result behind
         start(self, *args)
 
@@ -176,43 +163,19 @@ def test_an_interrupted_method_goes_on(
         main(call)
     saved = torch.load(out / "ivsp" / "last.ckpt", weights_only=True)
     rows = saved["callbacks"]["Recorder"]["rows"]
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert not (out / "ivsp" / "result.json").exists()
     monkeypatch.setattr(Recorder, "on_train_batch_start", start)
     main(call)
     finished = json.loads((out / "ivsp" / "result.json").read_text())["rows"]
-    assert finished[:2] == rows
-    assert finished[2]["iteration"] > rows[1]["iteration"]
-    assert finished[2]["optimization_time"] > rows[1]["optimization_time"]
+    assert finished[:3] == rows
+    assert finished[3]["iteration"] > rows[2]["iteration"]
+    assert finished[3]["optimization_time"] > rows[2]["optimization_time"]
     assert sorted(path.name for path in (out / "ivsp").iterdir()) == ["config.yaml", "result.json"]
 
 
-def test_the_state_of_an_earlier_version_is_refused(
-    tmp_path: Path, small: Path, capsys: Any
-) -> None:
-    out = tmp_path / "out"
-    config = str(small / "bome.yaml")
-    call = ["compare", config, "--budget", "50ms", "--out", str(out), "--evaluations", "1"]
-    main(call)
-    (out / "bome" / "result.json").unlink()
-    (out / "bome" / "state.pt").write_bytes(b"old")
-    with pytest.raises(SystemExit) as stop:
-        main(call)
-    assert stop.value.code == 2
-    assert "bome/state.pt is of an earlier version of lightning-bilevel" in capsys.readouterr().err
-    (out / "bome" / "state.pt").unlink()
-    main(call)
-    assert {row["method"] for row in rows(out)} == {"bome"}
-
-
-def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, small: Path) -> None:
-    mine = [
-        "KKTMonitor",
-        "TQDMProgressBar",
-        "CleaningReport",
-        {"class_path": "ModelCheckpoint"},
-        {"class_path": "LambdaCallback"},
-    ]
+def test_a_comparison_has_its_own_callbacks(tmp_path: Path, small: Path) -> None:
+    mine = ["KKTMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}]
     edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
     edited(small / "ivsp.yaml", "budget", value="1ms")  # of a fit
     seen: list[list[str]] = []
@@ -223,8 +186,9 @@ def test_callbacks_of_a_config_that_watch_or_save_are_left_out(tmp_path: Path, s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "Recorder", Seen)
-        compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
-    assert seen == [["LambdaCallback", "OptimizationBudget", "Seen", "LastCheckpoint"]]
+        (result,) = compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
+    assert seen == [["OptimizationBudget", "Seen", "LastCheckpoint"]]
+    assert result.rows[-1]["optimization_time"] >= 0.05
 
 
 def test_a_method_that_fails_says_why_and_the_others_go_on(
@@ -247,18 +211,10 @@ def test_a_method_that_fails_says_why_and_the_others_go_on(
     ("prepare", "arguments", "words"),
     [
         (lambda f: None, ["--budget", "fast"], "budget 'fast' is not a duration"),
-        (lambda f: None, ["--budget=-1s"], "budget '-1s' is not a duration"),
-        (lambda f: None, ["--budget", "10 parsecs"], "budget '10 parsecs' is not a duration"),
-        (lambda f: None, ["--evaluations", "0"], "`compare --evaluations 0` must be at least 1"),
-        (
-            lambda f: edited(f / "bome.yaml", "model", "init_args", "n", value=11),
-            [],
-            "bome differs|ivsp differs",
-        ),
         (
             lambda f: edited(f / "bome.yaml", "seed_everything", value=3),
             [],
-            "seed_everything \\(0, not 3\\)",
+            "`compare`: ivsp differs from bome in seed_everything",
         ),
         (
             lambda f: edited(
@@ -267,20 +223,17 @@ def test_a_method_that_fails_says_why_and_the_others_go_on(
             [],
             "BOMB",
         ),
-        (lambda f: [p.unlink() for p in f.iterdir()], [], "there is no config"),
     ],
 )
 def test_bad_calls(
     tmp_path: Path, small: Path, capsys: Any, prepare: Any, arguments: list[str], words: str
 ) -> None:
-    import re
-
     prepare(small)
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stop:
         main(["compare", str(small), "--out", str(out), *arguments])
-    assert stop.value.code == 2
-    assert re.search(words, capsys.readouterr().err)
+    assert stop.value.code in (1, 2)
+    assert words in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -288,8 +241,8 @@ def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, ca
     edited(small / "ivsp.yaml", "model", "init_args", "solver", "init_args", "rho", value=2.0)
     with pytest.raises(SystemExit) as stop:
         main(["compare", str(small), "--out", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert "error: `IVSP`: `rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
+    assert stop.value.code == 1
+    assert "`rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
 
 
 def test_different_tasks_may_be_forced_and_have_starts_of_their_own(
@@ -315,36 +268,27 @@ def test_different_tasks_may_be_forced_and_have_starts_of_their_own(
     assert starts["ivsp"] != starts["bome"]
 
 
-def test_a_missing_config_and_a_double_name(tmp_path: Path, small: Path, capsys: Any) -> None:
-    for paths, words in (
-        (["nowhere.yaml"], "there is no such file"),
-        ([str(small), str(small)], "several configs named bome, ivsp"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["compare", *paths, "--out", str(tmp_path / "out")])
-        assert words in capsys.readouterr().err
+def test_two_configs_of_one_name(tmp_path: Path, small: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", str(small), str(small), "--out", str(tmp_path / "out")])
+    assert "each config needs its own name" in capsys.readouterr().err
 
 
-def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any) -> None:
+def test_the_results_of_another_comparison_are_left_alone(
+    tmp_path: Path, small: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     config = str(small / "bome.yaml")
     call = ["compare", config, "--out", str(out), "--evaluations", "1", "--budget"]
-    out.mkdir()
-    (out / "thesis.txt").write_text("precious")
-    with pytest.raises(SystemExit):
-        main([*call, "50ms"])
-    assert "has something else in it" in capsys.readouterr().err
-    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
-    (out / "thesis.txt").unlink()
     main([*call, "50ms"])
-    capsys.readouterr()
+    words = "bome was run there with another budget or other settings; name another folder"
     with pytest.raises(SystemExit):
         main([*call, "60ms"])
-    assert "has another comparison" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     edited(small / "bome.yaml", "model", "init_args", "solver", "init_args", "xi", value=0.01)
     with pytest.raises(SystemExit):
         main([*call, "50ms"])
-    assert "bome was run there with other settings" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -356,9 +300,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, small: Path, capsys: Any
         ("1.5h", 5400.0),
         (3, 3.0),
         ("7", 7.0),
-        ("01:02:03:04", 93784.0),
-        (timedelta(hours=1, milliseconds=500), 3600.5),
-        ({"hours": 1, "seconds": 2}, 3602.0),
+        (1e-5, 1e-5),
     ],
 )
 def test_durations(duration: Any, value: float) -> None:
@@ -367,7 +309,7 @@ def test_durations(duration: Any, value: float) -> None:
 
 @pytest.mark.parametrize(
     "duration",
-    ["soon", "", "1:2:3:4", "00:00:00:00", timedelta(0), {"parsecs": 1}, {"hours": "x"}, {}, None],
+    ["soon", "", "0", -1, "1:2:3:4", "3 parsecs", "1e999s", "nan", None],
 )
 def test_what_is_no_duration(duration: Any) -> None:
     with pytest.raises(
@@ -397,20 +339,6 @@ def test_budget_counts_the_solvers_time_only(tmp_path: Path, clock: Clock) -> No
     assert module.last_step.iteration >= 2  # the pause after the first did not end the run
 
 
-def test_budget_needs_a_bilevel_module(tmp_path: Path) -> None:
-    class Plain(LightningModule):
-        def training_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-
-    with pytest.raises(
-        MisconfigurationException,
-        match="`OptimizationBudget` was given a Plain: it needs a bilevel module",
-    ):
-        trainer(tmp_path, callbacks=[OptimizationBudget(1)]).fit(Plain(), [1])
-
-
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("length", [1, 4, 1000])
 def test_evaluations_are_made_when_they_are_due(
@@ -433,11 +361,8 @@ def test_evaluations_are_made_when_they_are_due(
             super().validation_step(batch, batch_idx)
 
     recorder = Recorder(times)
-    options = {
-        "val_check_interval": NEVER,
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 0,
-    }
+    when = ("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
+    options = {key: TRAINER[key] for key in when}
     run = trainer(
         tmp_path,
         callbacks=[OptimizationBudget(20), recorder],
@@ -445,57 +370,69 @@ def test_evaluations_are_made_when_they_are_due(
         limit_val_batches=1.0 if validates else 0,
     )
     run.fit(Clocked(n=3), datamodule=FullBatchDataModule(epoch_length=length))
-    assert [row["iteration"] for row in recorder.rows] == [3, 4, 10, 20]
-    assert all(("x_error" in row) == validates for row in recorder.rows)
+    assert [row["iteration"] for row in recorder.rows] == [0, 3, 4, 10, 20]
+    assert all(("x_error" in row) == validates for row in recorder.rows[1:])
     assert validated == ([3, 4, 10, 20] if validates else [])
 
 
-def test_report_ranks_and_marks_the_best(tmp_path: Path) -> None:
+def test_files_have_every_method_and_mark_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results_module, "draw", draw)
+
+    def row(iteration: int, time: float, passes: float, **metrics: float) -> dict[str, float]:
+        counts = {"iteration": iteration, "optimization_time": time, "passes": passes}
+        return counts | metrics
+
     results = [
-        MethodResult(
-            "a",
-            "IVSP",
-            [{"iteration": 1, "optimization_time": 1.0, "passes": 4, "loss": 0.5, "auroc": 0.9}],
-        ),
-        MethodResult(
-            "b",
-            "MEHA",
-            [{"iteration": 2, "optimization_time": 1.0, "passes": 8, "loss": 0.7, "auroc": 0.95}],
-        ),
-        MethodResult(
-            "c",
-            "SLM",
-            [{"iteration": 2, "optimization_time": 0.1, "passes": 8, "loss": 0.1}],
-            error="Boom | bang",
-        ),
-        MethodResult("d", "BOME"),
+        MethodResult("a", "IVSP", [row(1, 1.0, 4, loss=0.5, auroc=0.9, kkt_residual=0.1)]),
+        MethodResult("b", "MEHA", [row(2, 1.25, 80_000, loss=0.7, auroc=0.95)]),
+        MethodResult("c", "SLM", [row(2, 0.1, 8, loss=0.1)], error="Boom | bang"),
+        MethodResult("d", "BOME", [], error="Bang"),
+        MethodResult("e", "IVSP", [row(1, 1.0, 4, loss=500.0)]),
     ]
-    write_summary(tmp_path / "s.md", results, "title")
-    text = (tmp_path / "s.md").read_text()
-    assert "| a | **0.5** | 0.9 | 1 | 4 | 1.00 |  |" in text
-    assert "| b | 0.7 | **0.95** |" in text
-    assert "| c | 0.1 |  | 2 | 8 | 0.10 | Boom / bang |" in text
-    assert "- **loss**: a, b\n- **AUROC of the weights**: b, a" in text
-    write_csv(tmp_path / "r.csv", results)
-    assert (tmp_path / "r.csv").read_text().splitlines()[
-        0
-    ] == "method,solver,iteration,optimization_time,passes,loss,auroc"
-    write_figure(tmp_path / "f", results, "title")
-    assert (tmp_path / "f.svg").exists()
+    write_results(tmp_path, results, "title")
+    text = (tmp_path / "summary.md").read_text()
+    assert "| method | loss | AUROC | KKT residual (only IVSP aims at it) | iterations |" in text
+    assert "| a | **0.5** | 0.9 | **0.1** | 1 | 1 | 4 |  |" in text
+    assert "| b | 0.7 | **0.95** |  | 2 | 1.25 | 80000 |  |" in text
+    assert "| c | 0.1 |  |  | 2 | 0.1 | 8 | Boom / bang |" in text
+    head, first, *_ = (tmp_path / "results.csv").read_text().splitlines()
+    assert head == "method,solver,iteration,optimization_time,passes,loss,auroc,kkt_residual"
+    assert first == "a,IVSP,1,1.0,4,0.5,0.9,0.1"
+    svg = (tmp_path / "figure.svg").read_text()
+    assert svg.count(">KKT residual (only IVSP aims at it)<") == 1
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    loss = draw(results, ["loss"], "title").axes[0]
+    lines = {line.get_label(): line for line in loss.lines}
+    assert list(lines) == ["a", "MEHA", "SLM", "BOME", "e"]  # two of one solver have their names
+    assert lines["a"].get_color() == lines["e"].get_color() == PALETTE["vermillion"]
+    assert lines["a"].get_linestyle() != lines["e"].get_linestyle()
+    assert lines["a"].get_zorder() > lines["MEHA"].get_zorder()
+    assert loss.get_yscale() == "log"
+    short = draw(
+        [MethodResult("a", "IVSP", [row(i, i, 1, loss=0.04 * i) for i in range(1, 16)])],
+        ["loss"],
+        "",
+    ).axes[0]
+    assert {0.05, 0.1, 0.2, 0.5} <= {round(tick, 3) for tick in short.get_yticks()}
+    assert loss.get_xlim()[0] == 0.0  # the start is in the picture
 
 
-def test_the_summary_says_who_aims_at_the_kkt_residual(tmp_path: Path) -> None:
-    row = {"iteration": 1, "optimization_time": 1.0, "passes": 4, "kkt_residual": 0.5}
-    results = [MethodResult("a", "IVSP", [row]), MethodResult("b", "MEHA", [row])]
-    write_summary(tmp_path / "s.md", results, "title")
-    text = (tmp_path / "s.md").read_text()
-    assert "| KKT residual\\* |" in text
-    assert "\n\\* The KKT residual is that of the relaxed problem, which IVSP solves. The" in text
-    write_figure(tmp_path / "f", results, "title")
-    assert "(only IVSP aims at it)" in (tmp_path / "f.svg").read_text()
-    del row["kkt_residual"]
-    write_summary(tmp_path / "s.md", results, "title")
-    assert "KKT" not in (tmp_path / "s.md").read_text()
+@pytest.mark.parametrize("smallest", [9.2e-5, 5e-7, 3.0])
+def test_the_ticks_of_a_violation_that_reaches_0_are_apart(smallest: float) -> None:
+    """A tick inside the linear part would meet that of 0."""
+    values = [3000 * smallest, smallest, 0.0]
+    axis = Figure().subplots()
+    axis.plot(values)
+    scale(axis, values)
+    assert axis.get_yscale() == "symlog"
+    assert axis.get_ylim()[0] == 0.0
+    ticks = [tick for tick in axis.get_yticks() if tick >= 0.0]
+    heights = [float(axis.transData.transform((0.0, tick))[1]) for tick in ticks]
+    gaps = [after - before for before, after in pairwise(heights)]
+    assert len(gaps) >= 3
+    assert min(gaps) > 0.8 * max(gaps)
 
 
 class TestAModuleOfTheUsers:
@@ -531,9 +468,9 @@ class TestAModuleOfTheUsers:
 
 def test_a_growing_sample_is_a_way_to_solve_the_same_task() -> None:
     full, growing, own = (
-        read_config(CONFIGS / "mnist" / f"{name}.yaml")
+        Method(CONFIGS / "mnist" / f"{name}.yaml", 1.0)
         for name in ("ivsp", "ivsp_growing", "ivsp_own_growing")
     )
-    assert growing.values["data"]["init_args"]["growing"]["factor"] == 4.0
-    assert full.values["data"]["init_args"]["growing"] is None
-    check_same_task([full, growing, own], allowed=False)
+    assert "factor: 4.0" in growing.text
+    assert "growing: null" in full.text
+    assert full.task == growing.task == own.task

@@ -141,9 +141,3 @@ def test_a_lower_level_without_y_is_refused() -> None:
 def test_an_adaptation_that_is_none_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Adaptation(**given)
-
-
-def test_each_term_of_f_needs_its_features() -> None:
-    message = "was given 2 upper_features for 1 terms of `upper`: each term needs its own"
-    with pytest.raises(ValueError, match=message):
-        problem(upper_features=[features(QUERY)] * 2)

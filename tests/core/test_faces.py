@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel import Ball, Box, ConvexSet, Free, NonNegative, Product, Simplex
+from lightning_bilevel import Ball, Box, ConvexSet, Free, Product, Simplex
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.sets import Scaled
 
@@ -14,7 +14,7 @@ SETS: list[ConvexSet] = [
     Free(),
     Box(-0.4, 0.7),
     Box([-0.5, -0.1, 0.0, 0.2, -torch.inf], [0.5, 0.4, 0.3, 0.9, 0.0]),
-    NonNegative(),
+    Box(0.0, torch.inf),
     Ball(1.0),
     Ball(0.7, [0.1, -0.2, 0.3, 0.0, 0.5]),
     Ball(100.0),

@@ -502,6 +502,16 @@ class TestUnits:
             got, expected = (p.in_units(*units).at(x / a).gap(y / b, z / b) for p in (split, whole))
             assert_same(got, [torch.as_tensor(v, dtype=torch.float64) for v in expected])
 
+    def test_scale_f_at_the_inner_variable_of_a_mini_batch(self) -> None:
+        x, y, z = point()
+        a, b = 2.0, 0.5
+        problem = BilevelProblem(f, g, mini_batch=True)
+        plain = problem.sample(x, y, z, upper_at_z=True).inner_upper
+        scaled = problem.in_units(a, b).sample(x / a, y / b, z / b, upper_at_z=True).inner_upper
+        assert plain is not None
+        assert scaled is not None
+        assert_same(scaled, (a * plain[0], b * plain[1]))
+
     def test_scale_the_sets(self) -> None:
         scaled = BilevelProblem(f, g, Box(-1.0, 1.0), Box(0.0, 3.0)).in_units(2.0, 0.5)
         assert isinstance(scaled.upper_set, Scaled)
@@ -882,54 +892,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=f"^The lower-level function g {rule}"):
             problem.at(self.X).gap(self.Y, self.Y + 1.0)
 
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (
-                lambda: BilevelProblem(3.0, g),
-                "`BilevelProblem(upper=3.0)` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, []),
-                "`BilevelProblem(lower=[])` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, [3]),
-                "`BilevelProblem(lower=[3])` must be a function, or a non-empty list of functions.",
-            ),
-            (
-                lambda: BilevelProblem(f, loss_of_features, features="x"),
-                (
-                    "`BilevelProblem(features='x')` must be a function, "
-                    "or a non-empty list of functions."
-                ),
-            ),
-            (
-                lambda: BilevelProblem(f, g, upper_set=3.0),
-                "`BilevelProblem(upper_set=3.0)` must have `project` and `normal_cone_distance`.",
-            ),
-            (
-                lambda: BilevelProblem(f, g, lower_set="box"),
-                "`BilevelProblem(lower_set='box')` must have `project` and `normal_cone_distance`.",
-            ),
-        ],
-    )
-    def test_construction(self, make: Any, message: str) -> None:
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            make()
-
-    def test_as_many_features_as_terms(self) -> None:
-        message = (
-            "`BilevelProblem` was given 1 features for 2 terms of `lower`: each term needs its own."
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            BilevelProblem(f, [loss_of_features, loss_of_features], features=features)
-
-    def test_as_many_outputs_as_terms_and_no_features_with_them(self) -> None:
-        with pytest.raises(
-            ValueError, match="was given 1 outputs for 2 terms of `lower`: each term needs its own"
-        ):
-            BilevelProblem(f, [loss_of_outputs, loss_of_outputs], outputs=outputs)
+    def test_features_and_outputs_exclude_each_other(self) -> None:
         with pytest.raises(
             ValueError, match="was given features and outputs: g may have one or the other"
         ):

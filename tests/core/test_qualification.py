@@ -16,11 +16,10 @@ from lightning_bilevel.core.qualification import (
     Reweighted,
     ReweightedSigmoidNetwork,
     StrictlyConvex,
-    Verdict,
     cross_entropy_bound,
     judge,
 )
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, NonNegative, Product
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, Product
 
 HUNDRED = Box(-100, 100)
 PAPER = Envelope(rho=0.5, sigma=1.0, delta=1e-3)
@@ -44,8 +43,8 @@ class TestConvexity:
     )
     def test_holds_for_each_delta_and_set(self, condition: Condition, words: str) -> None:
         for delta in (1e-300, 1e-3, 1e3):
-            for sets in ((HUNDRED, HUNDRED), (Free(), NonNegative())):
-                assert condition(with_delta(delta), *sets) == Verdict("holds", words)
+            for sets in ((HUNDRED, HUNDRED), (Free(), Box(0.0, torch.inf))):
+                assert condition(with_delta(delta), *sets) == words
 
     def test_convexity_alone_is_no_reason(self) -> None:
         """g = y is convex, and R is stationary at a point of the interior that violates it."""
@@ -94,31 +93,32 @@ class TestConvexity:
 class TestReweighted:
     def test_the_papers_example(self) -> None:
         verdict = ReweightedSigmoidNetwork(hidden=32, classes=10)(PAPER, HUNDRED, HUNDRED)
-        assert verdict.status == "holds"
-        assert verdict.words.startswith("holds: delta = 0.001 > 2.5e-40 = omega(-100) D")
+        assert verdict.startswith("holds")
+        assert verdict.startswith("holds: delta = 0.001 > 2.5e-40 = omega(-100) D")
         spread = cross_entropy_bound(classes=10, features=32, weight=100.0)
         threshold = (2 * 100 * 33 + math.log(10)) / (1 + math.exp(100))
         assert threshold == pytest.approx(2.456e-40, rel=1e-3)
         for condition in (ReweightedSigmoidNetwork(32, 10), Reweighted(spread)):
             above = condition(with_delta(1.0001 * threshold), HUNDRED, HUNDRED)
             below = condition(with_delta(0.9999 * threshold), HUNDRED, HUNDRED)
-            assert (above.status, below.status) == ("holds", "not known")
+            assert above.startswith("holds")
+            assert below.startswith("not known")
 
     def test_delta_must_be_strictly_larger(self) -> None:
         # omega(0) = 1/2
         condition = Reweighted(spread=2.0)
-        assert condition(with_delta(1.0), HUNDRED, Box(0, 1)).status == "not known"
-        assert condition(with_delta(1.0001), HUNDRED, Box(0, 1)).status == "holds"
+        assert condition(with_delta(1.0), HUNDRED, Box(0, 1)).startswith("not known")
+        assert condition(with_delta(1.0001), HUNDRED, Box(0, 1)).startswith("holds")
 
     @pytest.mark.parametrize(
         ("lower_set", "upper_set", "delta", "words"),
         [
             (Free(), HUNDRED, 1e-3, "the losses must be bounded on Y, which Free() does not tell"),
             (
-                NonNegative(),
+                Box(0.0, torch.inf),
                 HUNDRED,
                 1e-3,
-                "the losses must be bounded on Y, which NonNegative() does not tell",
+                "the losses must be bounded on Y, which Box(0, inf) does not tell",
             ),
             (HUNDRED, Free(), 1e-3, "x must lie in a bounded box, and lies in Free()"),
             (
@@ -140,27 +140,27 @@ class TestReweighted:
         self, lower_set: ConvexSet, upper_set: ConvexSet, delta: float, words: str
     ) -> None:
         verdict = Reweighted(spread=5.0)(with_delta(delta), lower_set, upper_set)
-        assert verdict == Verdict("not known", f"not known: {words}")
+        assert verdict == f"not known: {words}"
 
     def test_a_bounded_set_of_y_of_any_shape_does(self) -> None:
-        assert Reweighted(5.0)(PAPER, Ball(2.0), HUNDRED).status == "holds"
+        assert Reweighted(5.0)(PAPER, Ball(2.0), HUNDRED).startswith("holds")
 
     def test_the_sigmoid_network_needs_a_box_of_y(self) -> None:
         verdict = ReweightedSigmoidNetwork(4, 3)(PAPER, Ball(2.0), HUNDRED)
-        assert verdict.words == (
+        assert verdict == (
             "not known: y must lie in a bounded box, and lies in Ball(radius=2, center=0)"
         )
 
     def test_without_a_spread_it_says_how_large_it_may_be(self) -> None:
         verdict = Reweighted()(PAPER, HUNDRED, Box(-10, 10))
-        assert verdict.status == "not known"
+        assert verdict.startswith("not known")
         # 1e-3 (1 + e^10) = 22.03
-        assert verdict.words == (
+        assert verdict == (
             "not known: it holds if the loss of each sample varies over Y by less than 22 = "
             "delta / omega(-10)"
         )
-        assert Reweighted(22.0)(PAPER, HUNDRED, Box(-10, 10)).status == "holds"
-        assert Reweighted(22.1)(PAPER, HUNDRED, Box(-10, 10)).status == "not known"
+        assert Reweighted(22.0)(PAPER, HUNDRED, Box(-10, 10)).startswith("holds")
+        assert Reweighted(22.1)(PAPER, HUNDRED, Box(-10, 10)).startswith("not known")
 
     def test_the_worst_of_several_boxes_counts(self) -> None:
         parts = Product([Box(-100, 100), Box([-3.0, -5.0], 100.0)], [4, 2])
@@ -168,12 +168,12 @@ class TestReweighted:
         envelope = with_delta(0.2)
         assert Reweighted(2.0)(envelope, HUNDRED, parts) == Reweighted(2.0)(envelope, HUNDRED, one)
         mixed = Product([Box(-100, 100), Free()], [4, 2])
-        assert "x must lie in a bounded box" in Reweighted(2.0)(envelope, HUNDRED, mixed).words
+        assert "x must lie in a bounded box" in Reweighted(2.0)(envelope, HUNDRED, mixed)
 
     def test_far_bounds_do_not_overflow(self) -> None:
         wide = Box(-5000, 5000)
-        assert Reweighted(1e300)(PAPER, HUNDRED, wide).status == "holds"
-        assert "less than inf = " in Reweighted()(PAPER, HUNDRED, wide).words
+        assert Reweighted(1e300)(PAPER, HUNDRED, wide).startswith("holds")
+        assert "less than inf = " in Reweighted()(PAPER, HUNDRED, wide)
 
     def test_below_the_threshold_the_qualification_may_fail(self) -> None:
         """One sample, whose loss is y: at x = -M the weighted loss is linear, and R stationary."""
@@ -191,18 +191,11 @@ class TestReweighted:
         assert point.residual == pytest.approx(0.0, abs=1e-15)
         assert problem.upper_set.normal_cone_distance(x, point.grad_x) == 0.0
         assert problem.lower_set.normal_cone_distance(y, point.grad_y) < 1e-9
-        assert Reweighted(3.0)(envelope, problem.lower_set, problem.upper_set).status == "not known"
+        assert Reweighted(3.0)(envelope, problem.lower_set, problem.upper_set).startswith(
+            "not known"
+        )
         large = Envelope(rho=1.0, sigma=0.0, delta=3.01 * weight)
-        assert Reweighted(3.0)(large, problem.lower_set, problem.upper_set).status == "holds"
-
-    @pytest.mark.parametrize("spread", [-1.0, math.inf, math.nan])
-    def test_refuses(self, spread: float) -> None:
-        with pytest.raises(
-            ValueError,
-            match=rf"^`Reweighted\(spread={spread}\)` must be nonnegative and finite: it bounds .* "
-            r"Leave it out if no bound is known\.$",
-        ):
-            Reweighted(spread)
+        assert Reweighted(3.0)(large, problem.lower_set, problem.upper_set).startswith("holds")
 
 
 class TestCrossEntropyBound:
@@ -230,59 +223,23 @@ class TestCrossEntropyBound:
         bound = cross_entropy_bound(classes=4, features=3, weight=2.0, feature=5.0)
         assert float(loss) == pytest.approx(bound - math.log(4) + math.log(3), rel=1e-6)
 
-    @pytest.mark.parametrize(
-        ("argument", "words"),
-        [
-            ({"classes": 0}, r"`cross_entropy_bound\(classes=0\)` must be at least 1\."),
-            ({"features": 0}, r"`cross_entropy_bound\(features=0\)` must be at least 1\."),
-            (
-                {"weight": math.inf},
-                r"`cross_entropy_bound\(weight=inf\)` must be nonnegative and finite: without a "
-                r"bound on the logits the cross-entropy has none\.",
-            ),
-            ({"feature": -1.0}, r"`cross_entropy_bound\(feature=-1.0\)` must be nonnegative"),
-        ],
-    )
-    def test_refuses(self, argument: dict[str, float], words: str) -> None:
-        good = {"classes": 3, "features": 2, "weight": 1.0}
-        with pytest.raises(ValueError, match=f"^{words}"):
-            cross_entropy_bound(**(good | argument))  # type: ignore[arg-type]
-
 
 class TestJudge:
-    @pytest.mark.parametrize(
-        ("words", "status"),
-        [
-            ("holds by assumption", "holds"),
-            ("fails: no", "fails"),
-            ("not known", "not known"),
-            ("nobody knows", "not known"),
-        ],
-    )
-    def test_words_are_kept(self, words: str, status: str) -> None:
-        assert judge(words, PAPER, HUNDRED, HUNDRED) == Verdict(status, words)  # type: ignore[arg-type]
+    def test_words_are_kept(self) -> None:
+        assert judge("nobody knows", PAPER, HUNDRED, HUNDRED) == "nobody knows"
 
     def test_a_function_of_the_envelope(self) -> None:
         def said(envelope: Envelope) -> str:
             return f"holds: rho is {envelope.rho}"
 
-        assert judge(said, PAPER, HUNDRED, HUNDRED) == Verdict("holds", "holds: rho is 0.5")
-        verdict = Verdict.fails("of this")
-        assert judge(lambda envelope: verdict, PAPER, HUNDRED, HUNDRED) is verdict
-        assert judge(verdict, PAPER, HUNDRED, HUNDRED) is verdict
+        assert judge(said, PAPER, HUNDRED, HUNDRED) == "holds: rho is 0.5"
 
     def test_a_condition_is_given_y_then_x(self) -> None:
         class Both(Condition):
             def __call__(
                 self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
-            ) -> Verdict:
-                return Verdict.holds(f"{lower_set!r} below {upper_set!r}")
+            ) -> str:
+                return f"holds: {lower_set!r} below {upper_set!r}"
 
-        words = judge(Both(), PAPER, Box(0, 1), Free()).words
+        words = judge(Both(), PAPER, Box(0, 1), Free())
         assert words == "holds: Box(0, 1) below Free()"
-
-    def test_the_three_verdicts(self) -> None:
-        assert Verdict.holds("a") == Verdict("holds", "holds: a")
-        assert Verdict.fails("a") == Verdict("fails", "fails: a")
-        assert Verdict.not_known("a") == Verdict("not known", "not known: a")
-        assert Verdict.not_known() == Verdict("not known", "not known")

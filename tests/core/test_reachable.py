@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Envelope, certify
-from lightning_bilevel.core.reachable import reachable_envelope
+from lightning_bilevel.core.curvature import reachable_envelope
 
 CURVATURES = torch.logspace(-2, 2, 30, dtype=torch.float64)
 

@@ -215,10 +215,6 @@ class TestInner:
             problem.sample(x, y, z).inner
         )
 
-    def test_needs_as_many_terms(self) -> None:
-        with pytest.raises(ValueError, match="2 terms of `inner` for 1 terms of `lower`"):
-            BilevelProblem(self.f, self.f, inner=[self.f, self.f])
-
 
 def test_processes_share_everything_in_one_sum() -> None:
     """Two processes with a half of the batch each have the sample of the whole batch."""
@@ -280,16 +276,3 @@ class TestErrors:
         problem = BilevelProblem(lambda x, y: y, lambda x, y: y.sum(), mini_batch=True)
         with pytest.raises(TypeError, match="must return a scalar tensor"):
             problem.sample(torch.ones(1), torch.ones(1), torch.ones(1))
-
-    @pytest.mark.parametrize(
-        ("touched", "got"),
-        [
-            ([0, 1], "a list"),
-            (torch.tensor([0.0]), "torch.float32"),
-            (torch.zeros(1, 1, dtype=torch.int64), "shape"),
-        ],
-        ids=["list", "floats", "matrix"],
-    )
-    def test_touched_must_be_indices(self, touched: Any, got: str) -> None:
-        with pytest.raises(TypeError, match=rf"touched=.*{got}.*must be a flat tensor"):
-            BilevelProblem(lambda x, y: y.sum(), lambda x, y: y.sum(), touched=touched)

@@ -16,7 +16,6 @@ from PIL import Image
 from lightning_bilevel import (
     EpisodeData,
     Episodes,
-    GlyphEpisodes,
     OmniglotEpisodes,
     TaskEpisodes,
     draw_glyphs,
@@ -56,18 +55,16 @@ def splits(data: EpisodeData) -> dict[str, Episodes]:
 
 def test_fresh_episodes_are_of_training_classes_and_do_not_repeat() -> None:
     data = numbered()
-    draw = data.fresh_episodes("a")
-    first = draw(3)
-    second = draw(3)
+    first, second = data.fresh(range(3)), data.fresh(range(3, 6))
     assert first.support.shape == (3, 8, 1, 2, 2)
-    training = classes(draw(90))
+    training = classes(data.fresh(range(90)))
     assert training.isdisjoint(classes(data.validation) | classes(data.test))
     assert len(training) == 20
-    for other in (second, splits(data)["train"], data.fresh_episodes("b")(3)):
+    for other in (second, splits(data)["train"], data.fresh(["b/0", "b/1", "b/2"])):
         assert not torch.equal(first.query, other.query[:3])
-    again = data.fresh_episodes("a")
-    assert torch.equal(again(1).query, first.query[:1])
-    assert torch.equal(again(2).query, first.query[1:])
+    again = numbered()
+    assert torch.equal(again.fresh([0]).query, first.query[:1])
+    assert torch.equal(again.fresh([1, 2]).query, first.query[1:])
 
 
 def test_episodes_have_their_shape_and_never_an_image_twice() -> None:
@@ -121,16 +118,18 @@ def test_levels_carry_the_number_of_each_episode() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ways": 1}, "`Numbered(ways=1)` must be at least 2."),
+        ({"ways": 0}, "`Numbered(ways=0)` must be at least 1."),
         ({"shots": 0}, "`Numbered(shots=0)` must be at least 1."),
         ({"n_test": 0}, "`Numbered(n_test=0)` must be at least 1."),
-        ({"ways": 12}, "`Numbered(ways=12, validation_classes=10)`: an episode needs 12 classes."),
+        (
+            {"ways": 12},
+            "`Numbered(train_classes=20, validation_classes=10, test_classes=None)` does not fit: "
+            "there are 40, and each needs at least 12.",
+        ),
         (
             {"train_classes": 30},
-            (
-                "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` with "
-                "ways=4 needs 44 classes: there are 40."
-            ),
+            "`Numbered(train_classes=30, validation_classes=10, test_classes=None)` does not fit: "
+            "there are 40, and each needs at least 4.",
         ),
         (
             {"queries": 5},
@@ -187,42 +186,23 @@ class TestTasks:
         ("tasks", "options", "message"),
         [
             ([], {"count": 1, "shots": 1}, "was given 0 tasks: there must be at least 1"),
-            ([], {"count": 1, "shots": 0}, "both must be at least 1"),
-            ([torch.zeros(3)], {"count": 1, "shots": 1}, r"task 0 must be a pair \(data, labels\)"),
             (
                 [(torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))],
                 {"count": 1, "shots": 1},
-                "has 2 classes of 1 or 3 examples",
+                r"classes of \[3, 1\] examples",
             ),
             (
                 [(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]))],
                 {"count": 1, "shots": 2},
-                "more than the 2 of the support",
-            ),
-            (
-                [(torch.zeros(4, n), torch.tensor([0, 0, 1, 1])) for n in (1, 2)],
-                {"count": 2, "shots": 1},
-                r"task 1 has shapes .* they must agree",
+                "the same number, more than 2",
             ),
         ],
     )
     def test_tasks_that_are_none_are_refused(
         self, tasks: Any, options: dict[str, int], message: str
     ) -> None:
-        with pytest.raises((TypeError, ValueError), match=message):
+        with pytest.raises(ValueError, match=message):
             Episodes.from_tasks(tasks, **options)
-
-    def test_the_data_module_refuses_what_is_not_episodes(self) -> None:
-        train = splits(numbered())["train"]
-        with pytest.raises(
-            TypeError, match=r"`TaskEpisodes\(test=...\)` is a list: it must be `Episodes`"
-        ):
-            TaskEpisodes(train, train, [])  # type: ignore[arg-type]
-        large = Episodes(train.support.repeat(1, 1, 1, 2, 2), *train[1:])
-        with pytest.raises(
-            ValueError, match=r"`TaskEpisodes\(test=...\)` has images of shape \(1, 4, 4\)"
-        ):
-            TaskEpisodes(train, train, large)
 
 
 class TestGlyphs:
@@ -243,11 +223,6 @@ class TestGlyphs:
     def test_a_character_depends_on_seed_and_number_alone(self) -> None:
         assert torch.equal(draw_glyphs(2, 3), draw_glyphs(5, 3)[:2])
         assert not torch.equal(draw_glyphs(2, 3), draw_glyphs(2, 3, seed=1))
-
-    @pytest.mark.parametrize("name", ["image_size", "drawings"])
-    def test_nothing_to_draw_is_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match=rf"`GlyphEpisodes\({name}=0\)` must be at least 1"):
-            GlyphEpisodes(**{name: 0})
 
 
 class Tiny(OmniglotEpisodes):
@@ -306,17 +281,6 @@ class TestOmniglot:
         with pytest.raises(TypeError):  # another size is another cache
             Tiny(root=str(root), image_size=20, **TINY).load()
 
-    def test_extracted_folders_will_do(self, root: Path) -> None:
-        first = Tiny(root=str(root), **TINY).load()
-        for part in Tiny.CLASSES:
-            path = root / "omniglot-py" / f"{part}.zip"
-            with zipfile.ZipFile(path) as file:
-                file.extractall(root / "omniglot-py")
-            path.unlink()
-        data = Tiny(root=str(root), **TINY)
-        data.prepare_data()
-        assert torch.equal(data.load(), first)
-
     def test_a_cache_that_cannot_be_written_is_no_error(
         self, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -343,7 +307,7 @@ class TestOmniglot:
         archive(root, part, members(part, 2))
         with pytest.raises(
             MisconfigurationException,
-            match="images_evaluation is incomplete, with 6 drawings of 2 characters",
+            match=r"images_evaluation.zip is no whole archive of Omniglot \(it has 6 drawings\)",
         ):
             Tiny(root=str(root), **TINY).setup()
 
@@ -357,21 +321,19 @@ class TestOmniglot:
         archive(
             root, "images_background", dict.fromkeys(members("images_background", 4), b"no image")
         )
-        with pytest.raises(MisconfigurationException, match=r"character00/0000_0\.png is no image"):
+        with pytest.raises(MisconfigurationException, match="cannot identify image"):
             Tiny(root=str(root), **TINY).setup()
         archive(root, "images_background", members("images_background", 4))
         content = path.read_bytes()
         at = content.index(b"IDAT")
         path.write_bytes(content[:at] + b"0000" + content[at + 4 :])
-        with pytest.raises(MisconfigurationException, match="cannot be read"):
+        with pytest.raises(MisconfigurationException, match="Bad CRC-32"):
             Tiny(root=str(root), **TINY).setup()
 
     def test_missing_archives_name_root_and_variable(self, tmp_path: Path) -> None:
         with pytest.raises(MisconfigurationException) as error:
             Tiny(root=str(tmp_path / "none"), **TINY).setup()
-        assert "has neither images_background.zip nor the folder images_background in" in str(
-            error.value
-        )
+        assert "put images_background.zip and images_evaluation.zip into" in str(error.value)
         assert "LIGHTNING_BILEVEL_DATA" in str(error.value)
 
     def test_a_failed_download_says_what_to_put_where(
@@ -390,17 +352,3 @@ class TestOmniglot:
             "`root`",
         ):
             assert word in str(error.value)
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"image_size": 0}, r"`OmniglotEpisodes\(image_size=0\)` must be from 1 to 105"),
-            (
-                {"shots": 10, "queries": 11},
-                r"`OmniglotEpisodes\(shots=10, queries=11\)` needs 21 drawings .* there are 20",
-            ),
-        ],
-    )
-    def test_bad_arguments_are_refused(self, given: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            OmniglotEpisodes(**given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_bilevel import EpisodeData, Episodes, TaskEpisodes
-from lightning_bilevel.data.fresh import FreshBatches
+from lightning_bilevel.data.episodes import FreshBatches
 
 
 class Numbered(EpisodeData):
@@ -125,15 +125,6 @@ def test_ready_episodes_come_in_turns() -> None:
     ("make", "message"),
     [
         (lambda: numbered(tasks_per_batch=0), "`Numbered(tasks_per_batch=0)` must be at least 1."),
-        (
-            lambda: TaskEpisodes(tasks(2), tasks(2), tasks(2), tasks_per_batch=3),
-            "`TaskEpisodes(tasks_per_batch=3)` was given 2 training episodes: it needs at least as "
-            "many.",
-        ),
-        (
-            lambda: numbered(tasks_per_batch=None).fresh([0]),
-            "`Numbered.fresh()` needs `tasks_per_batch`, and `setup()` before.",
-        ),
     ],
 )
 def test_wrong_numbers_are_refused(make: Any, message: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import F2SA, CleaningData, HyperCleaning, TableRMS
-from lightning_bilevel.data.tables import TensorTable, as_it_is
+from lightning_bilevel.data.cleaning import Table, as_it_is
 
 
 def data(**options: Any) -> CleaningData:
@@ -54,11 +54,11 @@ def test_the_upper_level_may_have_a_size_of_its_own() -> None:
 
 def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
     tensors = torch.rand(7, 2), torch.arange(7)
-    ours = DataLoader(TensorTable(*tensors), 3, collate_fn=as_it_is)
+    ours = DataLoader(Table(*tensors), 3, collate_fn=as_it_is)
     theirs = DataLoader(TensorDataset(*tensors), 3)
     for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-    assert torch.equal(TensorTable(*tensors)[4][1], torch.tensor(4))
+    assert torch.equal(Table(*tensors)[4][1], torch.tensor(4))
 
 
 @pytest.mark.parametrize(

@@ -95,12 +95,6 @@ def test_weights_stay_within_their_bound(tmp_path: Any) -> None:
     assert float(ours.logits.detach().abs().max()) == 2.0
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_bound_that_is_none_is_refused(bound: float) -> None:
-    with pytest.raises(ValueError, match=r"upper_bound=.*must be positive and finite"):
-        module(upper_bound=bound)
-
-
 def test_of_the_weighted_mean_no_qualification_is_known(tmp_path: Any) -> None:
     envelope = Envelope(rho=0.1, sigma=1.0, delta=1e-3)
     said = {}

@@ -49,15 +49,3 @@ def test_only_the_order_counts_where_a_sigmoid_would_be_flat() -> None:
     """torchmetrics alone puts such scores through a sigmoid, where 40 and 90 are both 1."""
     score = torch.tensor([90.0, 80, 70, 60, 50, 40, 30])
     assert detection(score, WRONG) == {"auroc": 1.0, "missed_errors": 0.0}
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(7).bool(), torch.ones(7).bool()])
-def test_nothing_to_tell_apart(wrong: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"was given [07] wrong labels of 7: there must be wrong"):
-        missed_errors(torch.arange(7.0), wrong)
-
-
-@pytest.mark.parametrize("wrong", [WRONG[:3], WRONG.int()])
-def test_a_mask_that_does_not_fit(wrong: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"one number and one True or False per sample"):
-        detection(torch.arange(7.0), wrong)

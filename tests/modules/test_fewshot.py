@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -297,50 +296,14 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     assert float(run.callback_metrics["test_error"]) == pytest.approx(float(metrics["test_error"]))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tasks": 0}, "`FewShot(tasks=0)` must be at least 1."),
-        ({"ways": 1}, "`FewShot(ways=1)` must be at least 2."),
-        ({"channels": 0}, "`FewShot(channels=0)` must be at least 1."),
-        ({"chunk_images": 0}, "`FewShot(chunk_images=0)` must be at least 1."),
-        (
-            {"image_size": 15},
-            (
-                "`FewShot(image_size=15)` must be at least 16: "
-                "four times halved, nothing is left of it."
-            ),
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FewShot(**given)
-
-
 def test_the_encoder_refuses_what_it_cannot_shrink() -> None:
     with pytest.raises(ValueError, match=r"`Conv4\(image_size=12\)` must be at least 16"):
         Conv4(image_size=12)
-    with pytest.raises(
-        ValueError, match=r"`Conv4\(channels=0, inputs=1\)`: both must be at least 1"
-    ):
-        Conv4(channels=0)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tasks": 4}, "`FewShot(tasks=4)` was given 5 training episodes: they must agree."),
-        ({"ways": 4}, "`FewShot(ways=4)` was given 3 classes in an episode: they must agree."),
-        (
-            {"image_size": 20},
-            "`FewShot(image_size=20)` was given images of 1x16x16: they must agree.",
-        ),
-    ],
-)
+@pytest.mark.parametrize("given", [{"tasks": 4}, {"ways": 4}])
 def test_data_that_do_not_fit_are_refused_before_training(
-    given: dict[str, Any], message: str, tmp_path: Path
+    given: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(MisconfigurationException) as error:
+    with pytest.raises(MisconfigurationException, match=r"given 5 training episodes .* of 3"):
         trainer(tmp_path, max_epochs=1).fit(module(**given), datamodule=data())
-    assert str(error.value) == message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from running import same_parameters, trainer
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
     F2SA,
     IVSP,
     MEHA,
     Adaptation,
-    BilevelModule,
     CertificateReport,
     Envelope,
     Episodes,
@@ -163,18 +160,6 @@ def test_half_precision_is_near_the_whole(tmp_path: Path) -> None:
     assert infos[1].upper != infos[0].upper
 
 
-def test_a_wrong_closed_form_is_refused(tmp_path: Path) -> None:
-    class Wrong(FewShot):
-        def lower_gradient(self, batch: Any, features: Any) -> Any:
-            return super().lower_gradient(batch, features)[:1]
-
-    torch.manual_seed(0)
-    ours = Wrong(tasks=2, ways=3, channels=4, image_size=16, solver=SOLVERS["f2sa"])
-    message = r"`Wrong\.lower_gradient\(\)` returned 24 numbers: the lower level has 30 trainable"
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(ours, datamodule=data())
-
-
 def test_a_pool_of_tasks_from_elsewhere(tmp_path: Path) -> None:
     images, labels = draw_glyphs(3, 3, size=16).flatten(0, 1), torch.arange(3).repeat_interleave(3)
     pool = Episodes.from_tasks([(images + i, labels) for i in range(5)], count=5, shots=1)
@@ -238,51 +223,6 @@ def test_it_learns(tmp_path: Path) -> None:
     assert float(run.callback_metrics["val_error"]) < before - 0.1
 
 
-def refused(ours: FewShot, batch: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer(tmp_path, max_steps=2).fit(ours, DataLoader([batch], batch_size=None))
-
-
-@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
-def test_batches_that_do_not_fit_the_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"^`FewShot\(tasks=3\)` was given 2 episodes in a batch: they must agree\.$",
-    ):
-        trainer(tmp_path, max_steps=2).fit(module(tasks=3), datamodule=data())
-    source = data(epoch_length=1, tasks_per_batch=3)
-    source.setup()
-    (batch,) = source.train_dataloader()
-    refused(
-        module(),
-        batch,
-        "`FewShot(tasks=2)` was given a batch of 3 upper episodes: it has one head for each task "
-        "of a batch, so they must agree.",
-        tmp_path,
-    )
-    flat = {level: (part[0][:2].flatten(2), part[1][:2], None) for level, part in batch.items()}
-    refused(
-        module(),
-        flat,
-        "`FewShot` was given upper images of shape (2, 6, 256) and labels of shape (2, 6): they "
-        "must be (tasks, images of a task, channels, height, width) and (tasks, images of a task).",
-        tmp_path,
-    )
-
-
 def test_ivsp_refuses_fresh_episodes(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="Use `StreamingIVSP`"):
         trainer(tmp_path, max_steps=3).fit(module(IVSP), datamodule=data())
-
-
-def test_a_declaration_takes_an_adaptation_only() -> None:
-    class Wrong(BilevelModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.y = (torch.nn.Linear(1, 1) for _ in range(2))
-            self.declare(upper=self.x, lower=self.y, solver=F2SA, adaptation=20)  # type: ignore[arg-type]
-
-    with pytest.raises(
-        TypeError, match=r"^`Wrong\.declare\(adaptation=\.\.\.\)` is a int: it must"
-    ):
-        Wrong()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
-from lightning_bilevel.baselines import cleaning
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
@@ -92,6 +90,7 @@ def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     found = ours.suspicious(int(source.corrupted.sum()))
     assert float(source.corrupted[found].float().mean()) > 0.85
     assert "suspicious samples" in events(Path(logger.log_dir)).Tags()["images"]
+    assert Path(logger.log_dir, "suspicious.png").read_bytes().startswith(b"\x89PNG")
     figure = ours.suspicious_figure(*source.lower[:2], count=10)
     (axis,) = figure.axes
     assert len(axis.get_images()) == 10
@@ -165,41 +164,10 @@ def test_any_classifier(tmp_path: Any) -> None:
     assert certificate.theorem == "not known: the constraint qualification"
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: module(n_train=0), r"`HyperCleaning\(n_train=0\)` must be at least 1"),
-        (lambda: HyperCleaning(classes=1), r"`HyperCleaning\(classes=1\)` must be at least 2"),
-        (lambda: HyperCleaning(hidden=0), r"`HyperCleaning\(hidden=0\)` must be at least 1"),
-    ],
-)
-def test_bad_sizes(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    ("ours", "message"),
-    [
-        (
-            lambda: module(n_train=61),
-            r"`HyperCleaning\(n_train=61\)` was given 60 training samples",
-        ),
-        (
-            lambda: HyperCleaning(n_train=60, inputs=5, classes=4),
-            r"`HyperCleaning\(inputs=5\)` was given images of 1x2x2 = 4 pixels",
-        ),
-        (
-            lambda: HyperCleaning(n_train=60, inputs=4, classes=3),
-            r"`HyperCleaning\(classes=3\)` was given labels of 4 classes",
-        ),
-    ],
-)
-def test_data_that_do_not_fit_are_refused_before_training(
-    tmp_path: Any, ours: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, max_steps=1).fit(ours(), datamodule=data())
+def test_data_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    words = r"`HyperCleaning\(n_train=61\)` was given 60 training samples"
+    with pytest.raises(ValueError, match=words):
+        trainer(tmp_path, max_steps=1).fit(module(n_train=61), datamodule=data())
 
 
 @pytest.mark.integration
@@ -208,12 +176,11 @@ def test_digits_are_cleaned(
 ) -> None:
     """The newcomer's command, with half of its iterations."""
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
-    monkeypatch.setattr(cleaning, "_FEWEST_STEPS", 100)
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     short = "--trainer.max_epochs=5"
     fit(tmp_path, *quiet, short, config=CONFIGS / "digits" / "ivsp_default.yaml")
     # The table of the last iterate comes first, that of the theorem's point follows.
-    printed, rest = capsys.readouterr().out.split("theorem's point")
+    printed = capsys.readouterr().out.split("theorem's point")[0]
     rows = {
         line.split("  ")[0].strip(): line.split("  ")[-1].strip()
         for line in printed.splitlines()
@@ -222,11 +189,5 @@ def test_digits_are_cleaned(
     assert float(rows["auroc"]) >= 0.96
     assert float(rows["test_error"]) <= 0.04
     assert "L_yy" in rows["chosen constants"]
-    (sheet,) = tmp_path.rglob("suspicious.png")
-    assert f"of which have a wrong label: {sheet}" in rest
-    below = rest.split("test error")[1]
-    errors = dict(re.findall(r"^(\S.*?)  +(0\.\d{3})", below, re.MULTILINE))
-    assert float(errors["IVSP"]) == pytest.approx(float(rows["test_error"]), abs=6e-4)
-    assert float(errors["IVSP"]) < float(errors["clean samples alone"])
-    assert float(errors["clean samples alone"]) < float(errors["all noisy and clean samples"])
+    assert len(list(tmp_path.rglob("suspicious.png"))) == 1
     assert float(rows["KKT feasibility"]) < 1e-3

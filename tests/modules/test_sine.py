@@ -41,13 +41,6 @@ def test_paper_figure() -> None:
     assert module.errors()["y_error"] == pytest.approx(1.0)
 
 
-def test_bad_sizes() -> None:
-    with pytest.raises(ValueError, match=r"`SineProblem\(n=0\)` must be at least 1"):
-        SineProblem(n=0)
-    with pytest.raises(ValueError, match=r"`SineProblem\(c=...\)` has 2 entries: it must have n=3"):
-        SineProblem(n=3, c=[1.0, 2.0])
-
-
 class TestQualification:
     """The gap has maxima in the interior, where R > 0 and its gradient is 0."""
 

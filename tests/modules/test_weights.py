@@ -144,17 +144,6 @@ def test_rows_make_a_frame() -> None:
     assert SampleWeights(2).rows(torch.tensor([7, 5]))[0] == {"id": 7, "weight": 0.5}  # type: ignore[arg-type]
 
 
-def test_the_curve_of_a_weight_net_is_written(tmp_path: Path) -> None:
-    net = filled(WeightNet())
-    net.export(tmp_path / "curve.csv", torch.tensor([0.0, 2.5]))
-    with (tmp_path / "curve.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == [0.0, 2.5]
-    read = torch.tensor([float(row["weight"]) for row in rows])
-    assert torch.equal(read, net.values(torch.tensor([0.0, 2.5])))
-    assert len(net.rows()) == 101
-
-
 def test_a_write_that_fails_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,62 +160,6 @@ def test_a_write_that_fails_leaves_the_old_file(
         filled(weights).export(path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [
-        (["a", "b"], r"has 2 names for 3 weights: one for each sample"),
-        (["a", "b", "a"], r"has 'a' at the places 0 and 2: each name must be there once"),
-        (["a", "", "b"], r"has no name at place 1"),
-        (["a", "b", None], r"has no name at place 2"),
-    ],
-)
-def test_ids_that_name_nothing_are_refused(tmp_path: Path, ids: list[Any], words: str) -> None:
-    with pytest.raises(ValueError, match=r"`SampleWeights.export\(ids=...\)` " + words):
-        SampleWeights(3).export(tmp_path / "weights.csv", ids)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in .csv or .jsonl"):
-        SampleWeights(3).export(tmp_path / "weights.txt")
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere'. Make it first"):
-        SourceWeights(3).export(tmp_path / "nowhere" / "weights.csv")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("index", [[0, 3], [-1, 0]])
-def test_a_number_out_of_range_is_named(index: list[int]) -> None:
-    bad = 3 if 3 in index else -1
-    words = rf"`SampleWeights` was given the sample number {bad}: it has 3 weights, .* from 0 to 2"
-    with pytest.raises(IndexError, match=words):
-        SampleWeights(3)(torch.tensor(index))
-    with pytest.raises(IndexError, match=rf"`ClassWeights` was given the class number {bad}"):
-        ClassWeights(3)(torch.tensor(index))
-
-
-@pytest.mark.parametrize("index", [torch.rand(2), [0, 1]])
-def test_what_is_no_number_is_refused(index: Any) -> None:
-    with pytest.raises(TypeError, match=r"`SourceWeights` was given .*number of each sample's sou"):
-        SourceWeights(3)(index)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: SampleWeights(0), r"`SampleWeights\(n=0\)` must be a whole number of at least 1"),
-        (lambda: SampleWeights(2.5), r"`SampleWeights\(n=2.5\)` must be a whole"),  # type: ignore[arg-type]
-        (lambda: SourceWeights(1), r"`SourceWeights\(k=1\)` must be a whole number of at least 2"),
-        (lambda: ClassWeights(1), r"`ClassWeights\(c=1\)` must be a whole number of at least 2"),
-        (lambda: SampleWeights(2, bound=0.0), r"`SampleWeights\(bound=0.0\)` must be positive"),
-        (lambda: WeightNet(0), r"`WeightNet\(hidden=0\)` must be a whole number of at least 1"),
-        (lambda: WeightNet()(torch.tensor(1.0)), r"`WeightNet` was given losses of shape \(\)"),
-    ],
-)
-def test_bad_arguments_are_refused(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def test_pictures_show_the_weights() -> None:

@@ -106,7 +106,7 @@ def test_the_theorem_is_about_the_last_stage(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="ended on a sample of 30 of 60 samples"):
         early, _, _ = fitted(tmp_path, growing, 7)
     assert early.proved is None
-    with pytest.raises(MisconfigurationException, match="the last iterations were on a sample"):
+    with pytest.raises(MisconfigurationException, match="no recent iteration was on all data"):
         early.certify(proved=True)
     late, records, _ = fitted(tmp_path, growing, 20)
     kept = late.proved

@@ -10,10 +10,10 @@ from modules import MILD, weighting_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex, Verdict
+from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex
 from lightning_bilevel.modules.networks import Conv4
+from lightning_bilevel.plugin.declaration import kinks_of
 from lightning_bilevel.plugin.functional import Declared
-from lightning_bilevel.plugin.kinks import kinks_of
 
 
 class Calls(nn.Module):
@@ -119,19 +119,10 @@ def test_the_certificate_names_them() -> None:
     [
         ("holds by assumption", "holds by assumption"),
         (lambda envelope: f"holds for rho = {envelope.rho}", "holds for rho = 0.1"),
-        (Verdict.fails("an example"), "fails: an example"),
-        (lambda envelope: Verdict.not_known("yet"), "not known: yet"),
+        ("fails: an example", "fails: an example"),
+        (lambda envelope: "not known: yet", "not known: yet"),
         (StrictlyConvex(), "holds: for each delta > 0, because g is strictly convex in y"),
     ],
 )
 def test_a_qualification_may_be_declared_in_several_ways(qualification: Any, words: str) -> None:
     assert theorem(Fit(nn.Sigmoid(), qualification=qualification))[0] == words
-
-
-def test_no_other_thing_is_a_qualification() -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"^`Fit.declare\(qualification=5\)` must be a condition such as "
-        r"`StrictlyConvex\(\)`, a `Verdict`, words, or a function of the envelope\.$",
-    ):
-        Fit(nn.Sigmoid(), qualification=5)

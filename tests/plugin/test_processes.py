@@ -32,10 +32,12 @@ from lightning_bilevel.plugin.checks import check_trainer
 from lightning_bilevel.plugin.processes import part_of
 
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP
-# chooses differ.
+# chooses differ. What is shared is the sum of a pass, which no method sees: four of them stand for
+# all.
 CASES = [
     case.replace("/own/32-true", "/own/64-true")
     for case in parallel.alternating(("sine", "cleaning", "fewshot"))
+    if case.split("/")[1] in ("paper", "own", "f2sa", "soba")
 ]
 CASES += [
     f"{task}/paper/64-true" for task in ("chunks", "encoded", "one sample", "weights", "bounded")
@@ -112,7 +114,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             "summed",
             (
                 r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the "
-                r"parts of 2 processes"
+                r"parts of the processes, but"
             ),
         ),
         (
@@ -126,8 +128,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         (
             "of all",
             (
-                r"`OfAll.lower_loss` works on the whole batch of 30 samples and fails on this "
-                r"process's part of 15 .*number"
+                r"`OfAll.lower_loss` on the whole batch .*, which fail here \(RuntimeError.*"
+                r"belongs to a sample by its number"
             ),
         ),
         ("lengths", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
@@ -162,22 +164,6 @@ def test_what_would_be_silently_wrong_is_refused(
 
 
 @pytest.mark.integration
-def test_a_loss_that_fails_on_one_part_is_refused_in_all_processes(
-    refusals: list[dict[str, str]],
-) -> None:
-    works, fails = (told["of three"] for told in refusals)
-    start = "ValueError: `OfAll.lower_loss` works on the whole batch of 3 samples and fails on"
-    assert works.startswith(
-        f"{start} the part of another process: over several processes a loss must be a mean"
-    )
-    assert fails.startswith(
-        f"{start} this process's part of 2 (RuntimeError: The size of tensor a (3) must match"
-    )
-    assert fails.endswith(" from RuntimeError")  # whose traceback leads to the line
-    assert "from" not in works
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
@@ -205,7 +191,7 @@ def test_a_process_that_fails_ends_the_job(
 
 
 @pytest.mark.integration
-def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
+def test_a_comparison_is_made_in_one_process(tmp_path: Path) -> None:
     path = two_process_config(tmp_path)
     arguments = [
         "compare",
@@ -224,7 +210,7 @@ def test_a_comparison_over_two_processes(tmp_path: Path) -> None:
     assert result["error"] is None
     assert result["rows"][-1]["optimization_time"] >= 0.3
     assert len(result["rows"]) >= 2
-    assert printed.count("| ivsp |") == 1  # one process prints
+    assert printed.count("| ivsp |") == 1
 
 
 @pytest.mark.integration
@@ -349,7 +335,7 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
     trainer = type("Fake", (), {"precision": "32-true", "strategy": strategy()})()
     with pytest.raises(
         MisconfigurationException,
-        match=rf'strategy={strategy.__name__}.* cuts into pieces. `strategy="ddp"`',
+        match=rf'strategy={strategy.__name__}.* cuts into pieces. Use `strategy="ddp"`',
     ):
         check_trainer(trainer)
 

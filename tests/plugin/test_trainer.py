@@ -184,7 +184,6 @@ def test_certificate_report_prints_and_publishes(
         "val_loss",
         "KKT stationarity",
         "multiplier",
-        "penalty updates",
         "outer iterations",
         "optimisation time",
     ):

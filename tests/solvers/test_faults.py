@@ -88,9 +88,7 @@ class TestFromAnIterationOn:
         assert bad.memory.keys() == good.memory.keys()
         for name, value in good.memory.items():
             if name != "optimization_time":
-                mine = bad.memory[name]
-                same = torch.equal(mine, value) if isinstance(value, Tensor) else mine == value
-                assert same, name
+                torch.testing.assert_close(bad.memory[name], value, rtol=0, atol=0, msg=name)
         # Nothing of the failed iteration has stayed: on a healthy problem the run goes on as if it
         # had not been.
         other = by_name["ball"].build()

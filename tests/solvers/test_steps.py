@@ -291,33 +291,13 @@ class Shared(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * parameter.grad.sum().sign())
 
 
-class Counting(torch.optim.SGD):
-    """Counts in its group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
-        return super().step(closure)
-
-
 class Rateless(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
 
-class Unable(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise RuntimeError("not this way")
-
-
 REFUSED: dict[str, tuple[Any, str]] = {
-    "lbfgs": (torch.optim.LBFGS, "LBFGS evaluates the loss itself"),
     "shared": (Shared, "Shared does not act on each coordinate alone"),
-    "counting": (partial(Counting, lr=0.1), "Counting changes its own parameter group"),
-    "unable": (Unable, "Unable cannot step a flat vector by its gradient"),
     "rateless": (Rateless, "Rateless has lr = None: it needs one positive number"),
     "still": (partial(SGD, lr=0.0), "SGD has lr = 0.0"),
     "tensor": (
@@ -325,9 +305,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "Adam has lr = a tensor 0.1",
     ),
 }
-for late in ("Adafactor", "Muon"):
-    if hasattr(torch.optim, late):
-        REFUSED[late.lower()] = (getattr(torch.optim, late), late)
+if hasattr(torch.optim, "Adafactor"):
+    REFUSED["adafactor"] = (torch.optim.Adafactor, "Adafactor")
 
 
 @pytest.mark.parametrize("level", ["upper", "lower"])
@@ -339,13 +318,8 @@ def test_an_optimiser_that_does_not_fit_is_refused(name: str, level: str) -> Non
     assert message in str(error.value)
 
 
-def test_what_makes_no_optimiser_is_refused() -> None:
+def test_an_inner_optimiser_alone_is_refused() -> None:
     start = groups(*finite_sum.start())
-    made = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TypeError, match=r"was given a SGD: it must be what makes a torch optim"):
-        F2SA(start, upper_optimizer=made)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"made a list, which is no `torch.optim.Optimizer`"):
-        F2SA(start, upper_optimizer=list)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`F2SA\(inner_optimizer=...\)` needs a `lower_optim"):
         F2SA(start, inner_optimizer=SGD)
 
@@ -366,34 +340,6 @@ def test_a_state_of_another_optimiser_is_refused() -> None:
         F2SA(groups(*finite_sum.start()), **both(MADE["momentum"])).load_state_dict(state)
     with pytest.raises(ValueError, match="and the solver has none: make it with the `upper_opt"):
         F2SA(groups(*finite_sum.start())).load_state_dict(state)
-
-
-def test_a_state_from_before_there_were_optimisers_is_loaded() -> None:
-    solver = F2SA(groups(*finite_sum.start()))
-    state = solver.state_dict()
-    for group in state["param_groups"]:
-        for name in ("upper_clip", "lower_clip", "x_every", "warmup", "name"):
-            del group[name]
-    solver.load_state_dict(state)
-    assert solver.constants["x_every"] == 1
-    solver.step(problem=whole())
-
-
-def test_a_state_from_before_groups_had_names_goes_on_bit_for_bit() -> None:
-    first = F2SA(groups(*finite_sum.start()), **both(MADE["adamw"]))
-    for problem in finite_sum.batches(3):
-        first.step(problem=problem)
-    state = copy.deepcopy(first.state_dict())
-    for group in state["param_groups"]:
-        del group["name"]
-    second = F2SA(groups(*point_of(first)), **both(MADE["adamw"]))
-    second.load_state_dict(state)
-    assert [group["name"] for group in second.param_groups] == ["upper", "lower"]
-    assert "name" not in second.constants
-    for problem in finite_sum.batches(3, seed=1):
-        first.step(problem=problem)
-        second.step(problem=problem)
-    assert all(map(torch.equal, point_of(second), point_of(first)))
 
 
 # --- Exact clipping
@@ -514,8 +460,3 @@ class TestTableRMS:
         assert optimizer.step(lambda: 7.0) == 7.0
         assert torch.equal(x.detach(), torch.ones(5, dtype=torch.float64))
         assert not optimizer.state[x]
-
-    @pytest.mark.parametrize("lr", [-1.0, float("nan"), "3"])
-    def test_refuses(self, lr: Any) -> None:
-        with pytest.raises(ValueError, match=r"`TableRMS\(lr=.*must be nonnegative and finite"):
-            TableRMS([nn.Parameter(torch.ones(1))], lr=lr)

@@ -469,7 +469,7 @@ def test_streaming_ivsp_steps_the_same_on_all_data() -> None:
     ("given", "message"),
     [
         ({"floor": 1.5}, "`StreamingIVSP(floor=1.5)` must be at most 1"),
-        ({"rho": 2.0, "sigma": 0.5}, "`StreamingIVSP(rho=2.0)` must be smaller than 1/sigma = 2"),
+        ({"rho": 2.0, "sigma": 0.5}, "`rho=2.0` must be smaller than 1/sigma = 2"),
         ({"mu": 0.0}, "`StreamingIVSP(mu=0.0)` must be positive"),
         ({"x_every": 0}, "`StreamingIVSP(x_every=0)` must be a positive whole number"),
         ({"warmup": -1}, "`StreamingIVSP(warmup=-1)` must be a whole number of at least 0"),

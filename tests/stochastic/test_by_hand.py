@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import OPTIONS, ByHand, Cleaner, Make, Seeded, adamw, batches, loader, trainable, two_groups
+from by_hand import (
+    OPTIONS,
+    ByHand,
+    Cleaner,
+    Make,
+    Seeded,
+    adamw,
+    batches,
+    loader,
+    trainable,
+    two_groups,
+)
 from lightning.pytorch import Trainer
 from torch.optim import SGD, Adafactor, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lightning_bilevel import Power
-from lightning_bilevel.stochastic import F2BA, F2SA, MEHA, SOBA, VPBGD, DARTS, Method, StreamingIVSP
+from lightning_bilevel.stochastic import F2BA, F2SA, MEHA, VPBGD, Method, StreamingIVSP
 
 STEPS = 50
 METHODS = [
@@ -43,7 +54,9 @@ def test_every_penalty_method(
     compare(method, adamw, one_cycle, clip, accumulate, tmp_path)
 
 
-@pytest.mark.parametrize("make", [sgd, lambda p: Adafactor(two_groups(p)), lambda p: RMSprop(two_groups(p))])
+@pytest.mark.parametrize(
+    "make", [sgd, lambda p: Adafactor(two_groups(p)), lambda p: RMSprop(two_groups(p))]
+)
 def test_other_optimizers(make: Make, tmp_path: Path) -> None:
     compare(F2SA(0.7), make, partial(CosineAnnealingLR, T_max=STEPS), 1.0, 1, tmp_path)
 
@@ -69,7 +82,7 @@ def compare(
     torch.testing.assert_close(module.logits.data, hand.x.data, rtol=0, atol=1e-12)
     for name, value in module.network.state_dict().items():
         torch.testing.assert_close(value, hand.y.state_dict()[name], rtol=0, atol=1e-11)
-    shadow = module._mini_batches.step.shadow
+    shadow = module.mini_batches.step.shadow
     for mine, other in zip(shadow.z, trainable(hand.z), strict=True):
         torch.testing.assert_close(mine.data, other.data, rtol=0, atol=1e-11)
     for buffer, other in zip(shadow.z_buffers, hand.z.buffers(), strict=True):

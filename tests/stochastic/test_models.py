@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from by_hand import OPTIONS, ByHand, Cleaner, Seeded, batches, loader, trainable
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
@@ -93,11 +94,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("net", [Checkpointed, Tied, Recurrent, Attention, Compiled, low_rank])
-def test_equals_two_networks(
-    net: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The loop by hand goes back through compiled code twice.
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
+def test_equals_two_networks(net: Callable[[], nn.Module]) -> None:
     method = MEHA(gamma=2.0)
     torch.manual_seed(0)
     module = Cleaner(method, sgd, net=net).double()
@@ -106,12 +103,14 @@ def test_equals_two_networks(
     data = batches(10)
     trainer.fit(module, loader(data))
     torch.manual_seed(99)
-    for batch in data:
-        hand.step([batch])
+    # The loop by hand goes back through compiled code twice.
+    with functorch_config.patch(donated_buffer=False):
+        for batch in data:
+            hand.step([batch])
     torch.testing.assert_close(module.logits.data, hand.x.data, rtol=0, atol=1e-12)
     for mine, other in zip(trainable(module.network), trainable(hand.y), strict=True):
         torch.testing.assert_close(mine.data, other.data, rtol=0, atol=1e-12)
-    assert len(module._mini_batches.step.shadow.z) == len(trainable(module.network))
+    assert len(module.mini_batches.step.shadow.z) == len(trainable(module.network))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

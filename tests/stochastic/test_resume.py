@@ -54,11 +54,9 @@ class SaveAt(Callback):
 def run(method: Method, data: Any, *saving: SaveAt, resume: Path | None = None) -> list[Tensor]:
     torch.manual_seed(1 if resume is None else 2)
     module = Cleaner(method, scheduler=lambda o: StepLR(o, 3, 0.5))
-    trainer = Trainer(
-        max_epochs=3, callbacks=[*saving], enable_checkpointing=False, **OPTIONS
-    )
+    trainer = Trainer(max_epochs=3, callbacks=[*saving], enable_checkpointing=False, **OPTIONS)
     trainer.fit(module, data(), ckpt_path=resume)
-    step = module._mini_batches.step
+    step = module.mini_batches.step
     return [
         *(value.clone() for value in module.state_dict().values()),
         *step.shadow.z,

@@ -171,7 +171,11 @@ class ByHand:
         """Return a, b, rho and the divisor of y's gradient."""
         match self.method:
             case F2SA(multiplier=value) | VPBGD(gamma=value):
-                b = value if isinstance(value, float) else value.initial * (self.k + 1) ** value.power
+                b = (
+                    value
+                    if isinstance(value, float)
+                    else value.initial * (self.k + 1) ** value.power
+                )
                 return 1.0, b, None, 1.0
             case F2BA(sigma=sigma):
                 return 1.0, 1 / sigma, None, 1.0
@@ -201,7 +205,9 @@ class ByHand:
             g_y = self.g(self.y, batch["lower"])
             f = self.f(batch["upper"])
             if number == 0:
-                distance = sum(float((p - q).detach().square().sum()) for p, q in zip(y, z, strict=True))
+                distance = sum(
+                    float((p - q).detach().square().sum()) for p, q in zip(y, z, strict=True)
+                )
                 a, b, rho, divisor = self.weights(float((g_y - g_z).detach()), distance)
             joint = (a * f + b * (g_y - g_z)) / len(given)
             of_x, *of_y = torch.autograd.grad(joint, [self.x, *y], retain_graph=True)

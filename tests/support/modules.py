@@ -86,7 +86,7 @@ class Bounded(Weighting):
 
     SHARE = 0.7
 
-    def constraints(self, batch: Any) -> list[Tensor]:  # type: ignore[override]
+    def constraints(self, batch: Any) -> list[Tensor]:
         return [self.SHARE - self.logits.sigmoid().mean(), self.upper_loss(batch) - 0.9]
 
 

@@ -116,9 +116,6 @@ REFUSED: dict[str, Any] = {
     "summed": lambda: trainer().fit(Summed(), datamodule=data()),
     "positional": lambda: trainer().fit(Positional(), datamodule=data()),
     "of all": lambda: trainer().fit(OfAll(), datamodule=data()),
-    # The part of the first process is one sample, which goes with any number of weights: only the
-    # second one fails.
-    "of three": lambda: trainer().fit(OfAll(3), datamodule=data(lower=samples(3, 2))),
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
     "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
     # The second process would be given the second chunk alone, which can be cut.

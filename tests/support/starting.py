@@ -20,7 +20,7 @@ from places import ROOT, SUPPORT, SYNTHETIC
 
 # Torch and Lightning take seconds to import. All that `lightning_bilevel.__main__` imports, and not
 # itself: Python warns of a module that was imported before it is run.
-IMPORTED = ["starting", "lightning_bilevel.cli.clean", "lightning_bilevel.cli.compare"]
+IMPORTED = ["starting", "lightning_bilevel.cli.compare"]
 
 
 def environment() -> dict[str, str]:

@@ -257,6 +257,24 @@ every_weighting_solver = each(solver for solver in SOLVERS.values() if not solve
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 
 
+# IVSP meets every problem. The others meet one of each kind: free, with active bounds, on a ball,
+# on a simplex, and with a nonconvex lower level.
+every_pair = pytest.mark.parametrize(
+    ("solver", "problem"),
+    [
+        pytest.param(
+            solver,
+            problem,
+            marks=_CAPPED if solver.kind is LuMei else (),
+            id=f"{solver.name}-{problem.name}",
+        )
+        for solver in SOLVERS.values()
+        for problem in PROBLEMS
+        if solver.is_ivsp or problem.name not in ("slack", "flat")
+    ],
+)
+
+
 def dtype_of(solver: Solver, problem: Problem) -> torch.dtype:
     """The dtypes alternate: every solver and every problem meets both, at half the time."""
     place = list(SOLVERS.values()).index(solver) + PROBLEMS.index(problem)

@@ -28,7 +28,6 @@ from lightning_bilevel import (
     BilevelProgressBar,
     Box,
     CertificateReport,
-    ConvergencePlot,
     FullBatchDataModule,
     KKTMonitor,
     LastCheckpoint,
@@ -103,18 +102,12 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
             "callbacks": [CertificateReport(), LastCheckpoint(folder / "last", "10ms")],
             **checkpoints,
         },
-        "plot": {
-            "max_steps": 2,  # it draws after each step
-            "callbacks": [ConvergencePlot(every_n_minutes=1e-4)],
-            "logger": TensorBoardLogger(folder),
-        },
         "all": {
             "callbacks": [
-                MoreauGapMonitor(every_n_seconds=0.01),
+                MoreauGapMonitor(every_n_steps=2),
                 KKTMonitor(restore_best=True),
                 PenaltyMonitor(),
                 SolverMonitor(),
-                ConvergencePlot(),
                 OptimizationBudget("20s"),
                 LearningRateMonitor(),
                 BilevelProgressBar(),

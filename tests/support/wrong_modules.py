@@ -51,35 +51,6 @@ class Undeclared(Right):
         """Forgotten."""
 
 
-class Solverless(Right):
-    def declare_levels(self) -> None:
-        self.declare(upper=self.x, lower=self.y)
-
-
-class SameTwice(Right):
-    def declare_levels(self) -> None:
-        self.declare(upper=self.x, lower=self.x, solver=IVSP)
-
-
-class NotAModule(Right):
-    def declare_levels(self) -> None:
-        self.declare(upper=self.x, lower=torch.ones(3), solver=IVSP)  # type: ignore[arg-type]
-
-
-class Foreign(Right):
-    def declare_levels(self) -> None:
-        self.declare(upper=self.x, lower=nn.Parameter(torch.ones(3)), solver=IVSP)
-
-
-class Empty(Right):
-    def declare_levels(self) -> None:
-        self.declare(upper=nn.Identity(), lower=self.y, solver=IVSP)
-
-
-class NegativeUnit(Right):
-    declared: ClassVar[dict[str, Any]] = {"upper_unit": -1.0}
-
-
 class WrongBox(Right):
     declared: ClassVar[dict[str, Any]] = {"upper_set": Box([0.0, 0.0], [1.0, 1.0])}
 
@@ -88,37 +59,9 @@ class NoSet(Right):
     declared: ClassVar[dict[str, Any]] = {"lower_set": "positive"}
 
 
-class Forgotten(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Linear(1, 1)
-
-
-class Half(Right):
-    def __init__(self) -> None:
-        BilevelModule.__init__(self)
-        self.x, self.y = nn.Parameter(torch.zeros(3).half()), nn.Parameter(torch.ones(3).half())
-        self.declare_levels()
-
-
 class Vector(Right):
     def upper_loss(self, batch: Any) -> Tensor:
         return (self.y - self.x) ** 2
-
-
-class Number(Right):
-    def lower_loss(self, batch: Any) -> Tensor:
-        return 1.0  # type: ignore[return-value]
-
-
-class Detached(Right):
-    def lower_loss(self, batch: Any) -> Tensor:
-        return ((self.y.detach() - self.x) ** 2).sum()
-
-
-class WithoutY(Right):
-    def upper_loss(self, batch: Any) -> Tensor:
-        return (self.x**2).sum()
 
 
 class Undefined(Right):
@@ -126,19 +69,9 @@ class Undefined(Right):
         return torch.log(self.x - 1).sum() + super().lower_loss(batch)
 
 
-class Infinite(Right):
-    def upper_loss(self, batch: Any) -> Tensor:
-        return super().upper_loss(batch) / (self.x * 0).sum()
-
-
 class Dropout(Right):
     def upper_loss(self, batch: Any) -> Tensor:
         return torch.dropout(self.y**2, 0.5, train=True).sum()
-
-
-class Noisy(Right):
-    def lower_loss(self, batch: Any) -> Tensor:
-        return super().lower_loss(batch) + 1e-3 * torch.randn(())
 
 
 class Broken(Right):

@@ -1,4 +1,13 @@
-"""What one step of IVSP changed: the numbers that the next start and the unit of x are made of."""
+r"""What one step of IVSP changed: the numbers that the next start and the unit of x are made of.
+
+One step length serves both levels. IVSP chooses the unit of x by the gradients at the start, and
+may choose it too long: the merit is then far more curved in x than in y, the line search goes by
+x, and y crawls. Each step shows both curvatures (:attr:`Change.stiffness`). With the mean s of
+their logarithmic ratio over ten steps, to which a step that shows none adds 0, the unit is
+multiplied by :math:`2^{-s/4}`, rounded to a power of two: half of the way to equal curvatures, as
+at the start. It is a change of variables, it is never made longer again, and there are at most ten
+in a run, so the theorem holds from the last one on.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,11 @@ from lightning_bilevel.core.vectors import dot
 from lightning_bilevel.solvers.ivsp.point import Point
 from lightning_bilevel.solvers.ivsp.search import Merit
 
-__all__ = ["Change", "change_of"]
+__all__ = ["EVERY", "MOST", "Change", "change_of", "shortening"]
+
+# The unit is looked at after every so many iterations, and changed at most this often.
+EVERY = 10
+MOST = 10
 
 
 class Change(NamedTuple):
@@ -64,13 +77,13 @@ def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
 
     .. math::
         \Delta v = \gamma_{k+1} (\nabla f^{k+1} - \nabla f^k)
-          + \phi'_{\mu_{k+1}} \tilde\nabla R^{k+1} - \phi'_{\mu_k} \tilde\nabla R^k
-
-    The constraints beside the lower level change it as R does.
+          + \sum_i \phi'_{\mu_{k+1}} \nabla r_i^{k+1} - \phi'_{\mu_k} \nabla r_i^k
     """
     dv = torch.sub(there.grad_f, here.grad_f).mul_(then.gamma)
     dv.add_(then.weight(there) * there.grad_R).sub_(now.weight(here) * here.grad_R)
-    now.pull(here, then.pull(there, dv), sign=-1.0)
+    for merit, point, sign in ((then, there, 1.0), (now, here, -1.0)):
+        for residual, gradient in zip(point.residuals[1:], point.gradients[1:], strict=True):
+            dv.add_(gradient, alpha=sign * merit.phi.slope(residual, merit.mu))
     dw = there.w - here.w
     x, y = slice(here.split), slice(here.split, None)
     return Change(
@@ -78,3 +91,13 @@ def change_of(here: Point, there: Point, now: Merit, then: Merit) -> Change:
         squares=(dot(dw[x], dw[x]), dot(dw[y], dw[y])),
         dv_dv=dot(dv[x], dv[x]) + dot(dv[y], dv[y]),
     )
+
+
+def shortening(stiffness: float) -> float:
+    r"""Return the factor of the unit: :math:`2^{-s/4}` rounded to a power of two, at most 1.
+
+    Example:
+        >>> [shortening(s) for s in (-8.0, 1.9, 2.1, 8.0)]
+        [1.0, 1.0, 0.5, 0.25]
+    """
+    return 2.0 ** -max(round(stiffness / 4), 0)

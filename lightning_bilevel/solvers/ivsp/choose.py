@@ -21,8 +21,8 @@ Every choice scales with f, and with g and delta together, so that their units d
 - ``c2``: :math:`10^{-4} \|\nabla f\| / L_{\text{init}}`: the paper's test strengthens the penalty
   only after the steps have become ten thousand times shorter. Before that the penalty follows the
   multiplier (:meth:`~lightning_bilevel.solvers.ivsp.rules.Own.next_penalty`).
-- constraints beside the lower level: ``gamma0`` compares f with the largest of their gradients and
-  that of R, and ``L_init`` grows by their squares, the curvature of their smoothing.
+- further residuals: ``gamma0`` compares f with the largest of their gradients and that of R, and
+  ``L_init`` grows by their squares, the curvature of their smoothing.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.
 - ``B_R``: the largest :math:`\|\nabla R\|` so far, with its error.
 - the unit of x: a power of two near :math:`\sqrt{\|\nabla_y R\| / \|\nabla_x R\|}`, at least 1: a
@@ -61,15 +61,9 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         filled = {name: PAPER.get(name) if value is None else value for name, value in c.items()}
         return {**filled, "own_unit": 1.0}
     delta = given["delta"]
+    f, R_x, R_y = _choose_below(problem, x, y, given, c)
     if problem.single_level:
-        unused = {"rho": 1.0, "sigma": 0.0, "L_yy": 0.0, "L_xy": 0.0}
-        c |= {name: value for name, value in unused.items() if c[name] is None}
-        c["chosen"] = tuple(name for name in missing if name not in unused)
-        c["own_unit"] = 1.0
-        f = problem.upper(x, y)
-        R_x = R_y = 0.0
-    else:
-        f, R_x, R_y = _choose_below(problem, x, y, given, c)
+        c["L_yy"] = R_x = R_y = 0.0
     if c["own_unit"] is None:
         # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
         # makes steps of x longer: the line search brakes a level that moves too far, but nothing
@@ -82,12 +76,11 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
         problem.calls = problem.calls + scaled.calls
     slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
     split = x.numel()
-    # The norms of the gradients of the constraints beside the lower level.
-    beside = [
+    further = [
         math.hypot(unit * norm(gradient[:split]), norm(gradient[split:]))
-        for gradient in problem.limits(x, y).gradients
+        for gradient in problem.residuals(x, y).gradients
     ]
-    pull = max((math.hypot(unit * R_x, R_y), *beside))
+    pull = max((math.hypot(unit * R_x, R_y), *further))
     if c["mu0"] is None:
         c["mu0"] = 5 * delta
     if c["block"] is None:
@@ -101,8 +94,8 @@ def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any])
             c["gamma0"] = c["L_yy"] / L_f or 1.0 if L_f > 0.0 else 1.0
     if c["L_init"] is None:
         L_init = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
-        # The smoothed plus of a constraint is curved by its squared gradient over mu.
-        L_init += sum(size**2 for size in beside)
+        # The smoothed plus of a residual is curved by its squared gradient over mu.
+        L_init += sum(size**2 for size in further)
         c["L_init"] = L_init or 1.0
         # Every start of a line search is between the user's L_min and L_max.
         if given["L_min"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "PAPER",
     "PER_TASK",
     "Constants",
-    "check_constants",
+    "checked_constants",
     "missing_constants",
     "values_of",
 ]
@@ -38,6 +38,8 @@ PAPER: dict[str, Any] = {
 }
 # The constants that may be None.
 CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb", "inner")
+_STARTS = ("L_init", "L_min", "L_max", "fixed_L")
+_POSITIVE = ("rho", "delta", "mu0", "q", "gamma0", "zeta_bar", "c1", "c2", "theta_low", *_STARTS)
 
 
 def missing_constants(given: dict[str, Any]) -> tuple[str, ...]:
@@ -123,78 +125,39 @@ _NAMES = tuple(field.name for field in fields(Constants))
 values_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
 
 
-def check_constants(c: dict[str, Any]) -> None:
-    """Refuse constants that the method cannot run with."""
-
-    def refuse(name: str, rule: str) -> None:
-        raise ValueError(f"`IVSP({name}={c[name]!r})` must be {rule}.")
-
-    def finite(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-
-    given = {name: value for name, value in c.items() if value is not None or name not in CHOSEN}
-    for name, value in given.items():
-        if name not in ("rules", "smoothing", "bb", "inner", "fixed_L", "q") and not finite(value):
-            alternative = ", or None for a choice of IVSP's" if name in CHOSEN else ""
-            refuse(name, "a finite number" + alternative)
-    for name, otherwise in (("fixed_L", "the line search"), ("q", "1/r + 0.01")):
-        if c[name] is not None and not (finite(c[name]) and c[name] > 0):
-            refuse(name, f"positive and finite, or None for {otherwise}")
-    for name in ("mu0", "gamma0", "zeta_bar", "c1", "c2", "L_init", "L_min", "L_max", "theta_low"):
-        if given.get(name, 1.0) <= 0:
-            refuse(name, "positive")
-    for name in ("L_xy", "L_yy", "B_R"):
-        if given.get(name, 0.0) < 0:
-            refuse(name, "nonnegative")
-    for name in ("block", "max_trials", "max_inner"):
-        number = given.get(name, 1)
-        if number != int(number) or number < 1:
-            refuse(name, "a positive whole number")
-    if not 0.0 < c["r"] < 1.0:
-        refuse("r", "between 0 and 1, so that the smoothing vanishes and the steps do not")
-    if not 0.0 < c["theta_hat"] < 2.0:
-        refuse("theta_hat", "between 0 and 2")
-    if c["smoothing"] not in ("huber", "softplus"):
-        refuse("smoothing", '"huber" or "softplus"')
-    if c["bb"] not in ("short", "long", None):
-        refuse("bb", '"short", "long", or None for a choice of IVSP\'s')
-    if c["inner"] not in ("gradient", "accelerated", None):
-        refuse("inner", '"gradient", "accelerated", or None for a choice of IVSP\'s')
-    if c["rules"] not in ("paper", "own", None):
-        refuse(
-            "rules",
-            '"paper", "own", or None for the paper\'s where all constants of a task are given',
-        )
-    if not isinstance(c["keep_proved"], bool):
-        refuse("keep_proved", "True or False")
+def checked_constants(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants as they are stored; refuse those that the method cannot run with."""
+    c = checked_arguments(
+        "IVSP",
+        given,
+        positive=_POSITIVE,
+        nonnegative=("sigma", "L_xy", "L_yy", "B_R"),
+        whole=("block", "max_trials", "max_inner"),
+        optional=(*CHOSEN, "fixed_L", "q"),
+        choices={
+            "smoothing": ("huber", "softplus"),
+            "bb": ("short", "long", None),
+            "inner": ("gradient", "accelerated", None),
+            "rules": ("paper", "own", None),
+        },
+    )
+    for name, end in (("r", 1), ("theta_hat", 2)):
+        if not 0.0 < c[name] < end:
+            raise ValueError(f"`IVSP({name}={c[name]!r})` must be between 0 and {end}.")
     missing = missing_constants(c)
     if c["rules"] == "paper" and missing:
         raise ValueError(
             f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing "
             "is chosen. Leave out `rules`, or say `rules='own'`, to let IVSP choose."
         )
-    L_max = given.get("L_max", PAPER["L_max"])
-    if given.get("L_min", 0.0) > L_max:
-        refuse("L_min", f"at most L_max={L_max!r}")
-    if c["fixed_L"] is None and "L_init" in given:
-        # Bounds that IVSP chooses are multiples of L_init.
-        others = {} if missing else PAPER
-        low = given.get("L_min", others.get("L_min", 0.0))
-        high = given.get("L_max", others.get("L_max", math.inf))
-        if not low <= given["L_init"] <= high:
-            refuse(
-                "L_init",
-                f"between L_min={low!r} and L_max={high!r}, as every start of a line search: "
-                "change one of them",
-            )
-    sigma = given.get("sigma", 0.0)
-    try:
-        Envelope(rho=given.get("rho", 0.5 / max(abs(sigma), 1.0)), sigma=sigma, delta=c["delta"])
-    except ValueError as error:
-        raise ValueError(f"`IVSP`: {error}") from None
-    if c["q"] is not None and c["q"] <= 1 / c["r"]:
+    if c["rho"] is not None and c["sigma"] is not None:
+        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
+    if c["q"] is None:
+        c["q"] = 1 / c["r"] + 0.01
+    if c["q"] <= 1 / c["r"]:
         warnings.warn(
             f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its "
             "rate is proved only for q > 1/r.",
             stacklevel=4,
         )
+    return c

@@ -1,47 +1,10 @@
-"""Backtracking, and the safeguarded Barzilai-Borwein guess that it starts from."""
+"""The numbers of a line search: its safeguarded start, its allowance and its reference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol, TypeVar
 
-from lightning_bilevel.core.errors import LineSearchError
-
-__all__ = ["allowance", "backtrack", "barzilai_borwein", "next_excess"]
-
-
-class Trial(Protocol):
-    """A trial, as backtracking sees it."""
-
-    @property
-    def accepted(self) -> bool: ...
-
-    @property
-    def retry(self) -> float: ...
-
-
-T = TypeVar("T", bound=Trial)
-
-
-def backtrack(
-    trial: Callable[[float], T], curvature: float, max_trials: int
-) -> tuple[T, float, int]:
-    """Make trials, each with the curvature that the one before asks for, until one is accepted.
-
-    Returns:
-        The accepted trial, its curvature, and how many trials were made.
-    """
-    for count in range(1, max_trials + 1):
-        result = trial(curvature)
-        if result.accepted:
-            return result, curvature, count
-        last = curvature
-        curvature = result.retry
-    raise LineSearchError(
-        f"the line search made {max_trials} trials, up to L = {last:.3g}, and accepted "
-        f"none: {result}"
-    )
+__all__ = ["allowance", "barzilai_borwein", "next_excess"]
 
 
 def barzilai_borwein(

@@ -98,15 +98,13 @@ def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
     return float(zeta_bar * mu**q)
 
 
-def inverse_penalty(t: int, gamma0: float, ratio: float | None = None) -> float:
-    r"""Return the inverse penalty :math:`\hat\gamma_t` after t updates.
+def inverse_penalty(t: int, gamma0: float) -> float:
+    r"""Return :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}`, never rounded to 0.
 
-    It is :math:`\gamma_0 (t + 1)^{-1/2}` (the paper's), or :math:`\gamma_0 \, \text{ratio}^t`. The
-    theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}` bounded.
-    The value is never rounded to 0.
+    The theorem holds for any grid that falls to 0 with :math:`\hat\gamma_t / \hat\gamma_{t+1}`
+    bounded.
     """
-    factor = (t + 1) ** -0.5 if ratio is None else ratio**t
-    return max(float(gamma0 * factor), sys.float_info.min)
+    return max(float(gamma0 * (t + 1) ** -0.5), sys.float_info.min)
 
 
 def matching_factor(slope: float) -> float:

@@ -1,15 +1,14 @@
-"""A point of IVSP and its evaluation: f, the inexact residual R, and the constraints beside it."""
+"""A point of IVSP and its evaluation: f, the inexact residual R, and further residuals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.constraints import Limits
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
@@ -32,10 +31,10 @@ class Point:
         z: The approximate proximal point.
         zeta: The accuracy of z.
         lower: g(w).
-        residual: :math:`\tilde R(w)`; -inf without a lower level.
-        grad_R: The gradient of R.
+        residuals: :math:`\tilde R(w)`, and those of the constraints beside the lower level. The
+            first is -inf without a lower level.
+        gradients: The gradient of each.
         halvings: How often the step of the inner loop was halved so far.
-        limits: The constraints beside the lower level, with their gradients.
     """
 
     w: Tensor
@@ -45,15 +44,24 @@ class Point:
     z: Tensor
     zeta: float
     lower: float
-    residual: float
-    grad_R: Tensor
+    residuals: tuple[float, ...]
+    gradients: tuple[Tensor, ...]
     halvings: int
-    limits: Limits
+
+    @property
+    def residual(self) -> float:
+        r""":math:`\tilde R(w)`."""
+        return self.residuals[0]
+
+    @property
+    def grad_R(self) -> Tensor:
+        """The gradient of R."""
+        return self.gradients[0]
 
     @property
     def worst(self) -> float:
-        r"""The largest of :math:`\tilde R` and the constraints."""
-        return max(self.residual, *self.limits.values) if self.limits.values else self.residual
+        """The largest residual."""
+        return max(self.residuals)
 
     @property
     def levels(self) -> tuple[Tensor, Tensor]:
@@ -68,13 +76,12 @@ class Glimpse:
     Attributes:
         f: f(w).
         lower: g(w).
-        residual: A lower bound of R(w).
+        residuals: A lower bound of R(w).
     """
 
     f: float
     lower: float
-    residual: float
-    limits: Limits = field(default_factory=Limits)
+    residuals: tuple[float]
 
 
 Hopeless = Callable[[Glimpse], bool]
@@ -98,10 +105,16 @@ class Evaluator:
         self.split = split
         self.halvings = halvings
 
+    def accuracy(self, wanted: float) -> float:
+        """Return the accuracy of evaluations: without a lower level they are exact, with z = y."""
+        return 0.0 if self.problem.single_level else wanted
+
+    def _known(self, residual: float) -> float:
+        """Return a value of R; without a lower level it is -inf and has no weight."""
+        return -math.inf if self.problem.single_level else residual
+
     def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
-        if self.problem.single_level:
-            return self._alone(w)
         lower = self.problem.at(w[: self.split])
         z, halvings = self._prox(lower, w[self.split :], z, zeta, max_inner)
         return self._measure(lower, w, z, zeta, halvings)
@@ -126,8 +139,6 @@ class Evaluator:
             max_inner: The cap on inner iterations.
             hopeless: Tells from f, g and a lower bound of R whether the point is.
         """
-        if self.problem.single_level:
-            return self._alone(w)
         lower = self.problem.at(w[: self.split])
         y = w[self.split :]
         upper = self.problem.upper(lower.x, y)
@@ -135,7 +146,7 @@ class Evaluator:
         at_z, slope = lower.value_and_gradient(z)
         envelope = self.constants.envelope
         least = g - at_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
-        glimpse = Glimpse(upper.value, g, least)
+        glimpse = Glimpse(upper.value, g, (self._known(least),))
         if hopeless(glimpse):
             return glimpse
         z, halvings = self._prox(lower, y, z, zeta, max_inner, slope)
@@ -153,8 +164,8 @@ class Evaluator:
             z=z,
             zeta=zeta,
             lower=gap.lower,
-            residual=gap.residual,
-            grad_R=grad_R,
+            residuals=(gap.residual, *point.residuals[1:]),
+            gradients=(grad_R, *point.gradients[1:]),
             halvings=halvings,
         )
 
@@ -166,9 +177,6 @@ class Evaluator:
         If so, the data have not changed and z is as accurate as before. No inner loop is then
         needed.
         """
-        if self.problem.single_level:
-            point = self._alone(w)
-            return point, point.f == f
         lower = self.problem.at(w[: self.split])
         y = w[self.split :]
         upper = self.problem.upper(lower.x, y)
@@ -189,6 +197,8 @@ class Evaluator:
         first: Tensor | None = None,
     ) -> tuple[Tensor, int]:
         c = self.constants
+        if self.problem.single_level:
+            return y, self.halvings
         return inexact_prox(
             lower,
             y,
@@ -222,26 +232,16 @@ class Evaluator:
         del gap
         upper = self.problem.upper(lower.x, y) if upper is None else upper
         grad_f = torch.cat([upper.grad_x, upper.grad_y])
-        limits = self.problem.limits(lower.x, y)
-        return Point(
-            w, self.split, upper.value, grad_f, z, zeta, g, residual, grad_R, halvings, limits
-        )
-
-    def _alone(self, w: Tensor) -> Point:
-        """Evaluate a point of a problem without a lower level, which is exact."""
-        x = w[: self.split]
-        y = w[self.split :]
-        upper = self.problem.upper(x, y)
+        beside = self.problem.residuals(lower.x, y)
         return Point(
             w,
             self.split,
             upper.value,
-            torch.cat([upper.grad_x, upper.grad_y]),
-            z=y,
-            zeta=0.0,
-            lower=0.0,
-            residual=-math.inf,
-            grad_R=torch.zeros_like(w),
-            halvings=self.halvings,
-            limits=self.problem.limits(x, y),
+            grad_f,
+            z,
+            self.accuracy(zeta),
+            g,
+            (self._known(residual), *beside.values),
+            (grad_R, *beside.gradients),
+            halvings,
         )

@@ -185,10 +185,6 @@ class Paper:
 class Own(Paper):
     """The rules for constants that IVSP has chosen: they adapt to the run."""
 
-    def inverse_penalty(self, t: int) -> float:
-        r"""Return :math:`\gamma_0 2^{-t}`, where a run begins, or goes on from an older state."""
-        return inverse_penalty(t, self.constants.gamma0, _RATIO)
-
     def next_penalty(
         self, there: Point, merit: Merit, step: float, L: float, feasible: ConvexSet, t: int
     ) -> float:

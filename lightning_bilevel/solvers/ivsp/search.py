@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
+from lightning_bilevel.core.errors import (
+    BilevelError,
+    InnerLoopError,
+    LineSearchError,
+    NonFiniteError,
+)
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.core.vectors import dot, squared_distance
+from lightning_bilevel.core.vectors import dot, norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.linesearch import allowance
 from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
 
-__all__ = ["Armijo", "Merit", "Trial", "rounding"]
+__all__ = [
+    "Armijo",
+    "Merit",
+    "Trial",
+    "backtrack",
+    "check_trials",
+    "rounding",
+    "warn_of_ascent",
+    "warn_of_stall",
+]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 _MAX_FAILURES = 5
@@ -26,9 +41,9 @@ _MAX_FAILURES = 5
 
 @dataclass(frozen=True)
 class Merit:
-    r"""The smoothed exact penalty :math:`\gamma f + \phi_\mu(\tilde R) + \sum_i \phi_\mu(c_i)`.
+    r"""The smoothed exact penalty :math:`\gamma f + \sum_i \phi_\mu(r_i)`.
 
-    The :math:`c_i` are the constraints beside the lower level, if there are any.
+    The residual :math:`r_0` is :math:`\tilde R`; others are of a problem that has further ones.
 
     Attributes:
         gamma: The inverse penalty.
@@ -42,32 +57,23 @@ class Merit:
 
     def value(self, point: Point | Glimpse, extra: float = 0.0) -> float:
         r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
-        total = self.gamma * point.f + self.phi.value(point.residual + extra, self.mu)
-        for limit in point.limits.values:
-            total += self.phi.value(limit, self.mu)
-        return total
+        R, *others = point.residuals
+        total = self.gamma * point.f + self.phi.value(R + extra, self.mu)
+        return total + sum(self.phi.value(residual, self.mu) for residual in others)
 
     def weight(self, point: Point) -> float:
         r"""Return :math:`\phi_\mu'(\tilde R)`."""
         return self.phi.slope(point.residual, self.mu)
 
-    def weights(self, point: Point) -> list[float]:
-        r"""Return :math:`\phi_\mu'(c_i)` of each constraint beside the lower level."""
-        return [self.phi.slope(limit, self.mu) for limit in point.limits.values]
-
-    def pull(self, point: Point, into: Tensor, sign: float = 1.0) -> Tensor:
-        """Add the weighted gradients of these constraints to a vector, in place."""
-        for weight, gradient in zip(self.weights(point), point.limits.gradients, strict=True):
-            into.add_(gradient, alpha=sign * weight)
-        return into
-
     def direction(self, point: Point) -> Tensor:
-        """Return gamma grad f + weight grad R + the weighted gradients of the constraints.
+        r"""Return :math:`\gamma \nabla f + \sum_i \phi_\mu'(r_i) \nabla r_i`.
 
         It is computed anew for each trial, to save memory while the trial is evaluated.
         """
-        moved = (self.gamma * point.grad_f).add_(point.grad_R, alpha=self.weight(point))
-        return self.pull(point, moved)
+        moved = self.gamma * point.grad_f
+        for residual, gradient in zip(point.residuals, point.gradients, strict=True):
+            moved.add_(gradient, alpha=self.phi.slope(residual, self.mu))
+        return moved
 
 
 @dataclass(frozen=True)
@@ -211,8 +217,8 @@ class Armijo:
         """Evaluate a trial, to the end if its values leave hope."""
         here = self.here
         start = self.rules.inner_start(self.evaluate, here, w)
-        # Constraints beside the lower level are not among the values, and a fixed L takes all.
-        whole = self.constants.fixed_L is not None or here.limits.values
+        # Further residuals are not among the values, and a fixed L takes all.
+        whole = self.constants.fixed_L is not None or len(here.residuals) > 1
         if whole or not self.rules.rejects_early:
             return self.evaluate.at(w, start, self.zeta, self.rules.trial_cap)
 
@@ -248,7 +254,7 @@ class Armijo:
 def rounding(here: Point, there: Point | Glimpse, gamma: float) -> float:
     """Return the rounding error of the values that the Armijo test compares."""
     size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
-    size += sum(map(abs, (*here.limits.values, *there.limits.values)))
+    size += sum(map(abs, (*here.residuals[1:], *there.residuals[1:])))
     return float(torch.finfo(here.w.dtype).eps * size)
 
 
@@ -264,3 +270,76 @@ def distance(a: Tensor, b: Tensor, split: int) -> float:
 
 def _dot(a: Tensor, b: Tensor, split: int) -> float:
     return dot(a[:split], b[:split]) + dot(a[split:], b[split:])
+
+
+def backtrack(
+    trial: Callable[[float], Trial], curvature: float, max_trials: int
+) -> tuple[Trial, float, int]:
+    """Make trials, each with the curvature that the one before asks for, until one is accepted.
+
+    Returns:
+        The accepted trial, its curvature, and how many trials were made.
+    """
+    for count in range(1, max_trials + 1):
+        result = trial(curvature)
+        if result.accepted:
+            return result, curvature, count
+        last = curvature
+        curvature = result.retry
+    raise LineSearchError(
+        f"the line search made {max_trials} trials, up to L = {last:.3g}, and accepted "
+        f"none: {result}"
+    )
+
+
+def check_trials(failures: Sequence[BilevelError], trials: int) -> None:
+    """Raise the last failure if none of the trials could be evaluated.
+
+    It says more than that the trials were rejected.
+    """
+    if failures and len(failures) >= trials:
+        last = failures[-1]
+        raise type(last)(
+            f"in each of {trials} trials of the line search, in the last: {last}"
+        ) from last
+
+
+def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bound: float) -> None:
+    """Warn of a step with a fixed L that fails the test of the line search.
+
+    Args:
+        fixed_L: The L.
+        safe: What L_safe is at least.
+        iteration: The number of the iteration.
+        merit: The merit of the new point.
+        bound: What the test asks it to be at most.
+    """
+    warnings.warn(
+        f"`IVSP(fixed_L={fixed_L!r})` is too small: in outer iteration {iteration} the merit "
+        f"became {merit:.9g}, where a line search asks for at most {bound:.9g}. Descent is proved "
+        f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
+        "out for the line search.",
+        stacklevel=4,
+    )
+
+
+def warn_of_stall(
+    iteration: int, trials: int, merit: float, w: Tensor, direction: Tensor, feasible: ConvexSet
+) -> bool:
+    """Warn of a step of length zero at a point that is not stationary.
+
+    Returns:
+        Whether it warned.
+    """
+    measure = norm(feasible.project(w - direction) - w)
+    stalled = measure > math.sqrt(torch.finfo(w.dtype).eps) * (1 + norm(w))
+    if stalled:
+        warnings.warn(
+            f"IVSP does not move any more: in outer iteration {iteration} the line search accepted "
+            f"a step of length 0 after {trials} trials, where the gradient mapping is "
+            f"{measure:.3g}. The merit is {merit:.3g}, of which {w.dtype} resolves "
+            f"{torch.finfo(w.dtype).eps * abs(merit):.1g}: scale f and g down, use float64, or "
+            "make mu0 larger.",
+            stacklevel=4,
+        )
+    return stalled

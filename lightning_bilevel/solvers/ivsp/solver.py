@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,26 +13,32 @@ from torch import Tensor
 from lightning_bilevel.core.errors import InnerLoopError, LineSearchError
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
+from lightning_bilevel.solvers.arguments import arguments_of
 from lightning_bilevel.solvers.ivsp.answers import Answers
-from lightning_bilevel.solvers.ivsp.change import change_of
+from lightning_bilevel.solvers.ivsp.change import EVERY, MOST, change_of, shortening
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
-from lightning_bilevel.solvers.ivsp.constants import (
-    Constants,
-    check_constants,
-    values_of,
-)
-from lightning_bilevel.solvers.ivsp.faults import check_trials, warn_of_ascent, warn_of_stall
-from lightning_bilevel.solvers.ivsp.keep import forget, keep
-from lightning_bilevel.solvers.ivsp.linesearch import backtrack, barzilai_borwein, next_excess
+from lightning_bilevel.solvers.ivsp.constants import Constants, checked_constants, values_of
+from lightning_bilevel.solvers.ivsp.linesearch import barzilai_borwein, next_excess
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
-from lightning_bilevel.solvers.ivsp.record import IVSPInfo
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
-from lightning_bilevel.solvers.ivsp.saved import readable
-from lightning_bilevel.solvers.ivsp.search import Armijo, Merit
-from lightning_bilevel.solvers.ivsp.unit import EVERY, MOST, shortening
+from lightning_bilevel.solvers.ivsp.search import (
+    Armijo,
+    Merit,
+    backtrack,
+    check_trials,
+    warn_of_ascent,
+    warn_of_stall,
+)
+from lightning_bilevel.solvers.proved import keep, restart
+from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["IVSP"]
+__all__ = ["IVSP", "IVSPInfo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVSPInfo(PenaltyInfo):
+    """The record of one outer iteration of IVSP."""
 
 
 class IVSP(Answers):
@@ -60,12 +67,12 @@ class IVSP(Answers):
     earlier merits (:func:`~lightning_bilevel.solvers.ivsp.linesearch.next_excess`).
 
     Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
-    a module's ``constraints``) are smoothed and penalised with R: :math:`\sum_i \phi_{\mu_k}(c_i)`
-    is added to the penalty function, the test of the penalty looks at the largest of
-    :math:`\tilde R` and :math:`c_i`, and each has a multiplier. Without a lower level
-    (``lower=None``) this is the smoothing exact-penalty method sESQM for a single level, with exact
-    evaluations. The theorem below is for R alone; for constraints beside it the method is our
-    extension, and sESQM is known to us from its description in the paper.
+    a module's ``constraints``) are further residuals: :math:`\sum_i \phi_{\mu_k}(c_i)` is added to
+    the penalty function, and the test of the penalty looks at the largest of :math:`\tilde R` and
+    :math:`c_i`. Without a lower level (``lower=None``) this is the smoothing exact-penalty method
+    sESQM for a single level, with exact evaluations. The theorem below is for R alone; for
+    constraints beside it the method is our extension, and sESQM is known to us from its description
+    in the paper.
 
     Assumption on g: g(x, .) is sigma-weakly convex (it may be nonconvex). Guarantee: an epsilon-KKT
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
@@ -134,7 +141,6 @@ class IVSP(Answers):
     """
 
     penalised: ClassVar[bool] = True
-    constrained: ClassVar[bool] = True
     for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
@@ -169,37 +175,7 @@ class IVSP(Answers):
         rules: Literal["paper", "own"] | None = None,
         keep_proved: bool = True,
     ) -> None:
-        given: dict[str, Any] = {
-            "rho": rho,
-            "sigma": sigma,
-            "delta": delta,
-            "mu0": mu0,
-            "block": block,
-            "r": r,
-            "q": q,
-            "gamma0": gamma0,
-            "zeta_bar": zeta_bar,
-            "c1": c1,
-            "c2": c2,
-            "L_init": L_init,
-            "bb": bb,
-            "L_min": L_min,
-            "L_max": L_max,
-            "L_xy": L_xy,
-            "L_yy": L_yy,
-            "inner": inner,
-            "B_R": B_R,
-            "theta_low": theta_low,
-            "theta_hat": theta_hat,
-            "smoothing": smoothing,
-            "fixed_L": fixed_L,
-            "max_trials": max_trials,
-            "max_inner": max_inner,
-            "rules": rules,
-            "keep_proved": keep_proved,
-        }
-        check_constants(given)
-        given["q"] = 1 / r + 0.01 if q is None else q
+        given = checked_constants(arguments_of(locals()))
         super().__init__(params, {"lr": 0.0, "chosen": None, "own_unit": None, **given})
         self.memory.update(penalty_updates=0, halvings=0, multiplier=0.0, changed=0)
 
@@ -249,9 +225,7 @@ class IVSP(Answers):
         merit = self._merit()
 
         here, B_R, needed = rules.sharpen(evaluate, here, merit, C, L_start, memory.get("B_R", 0.0))
-        zeta = min(rules.scheduled_accuracy(k + 1), needed)
-        if problem.single_level:
-            zeta = 0.0  # nothing is inexact
+        zeta = evaluate.accuracy(min(rules.scheduled_accuracy(k + 1), needed))
         error = rules.error(here.zeta, merit, B_R)
         excess = memory.get("excess", 0.0)
         trial = Armijo(evaluate, here, merit, C, c, rules, error, zeta, excess)
@@ -288,9 +262,6 @@ class IVSP(Answers):
             if c.rules == "own" and (stiffness := change.stiffness) is not None:
                 memory["stiffness"] = memory.get("stiffness", 0.0) + stiffness / EVERY
         memory.update(penalty_updates=t + updated, multiplier=merit.weight(there) / merit.gamma)
-        multipliers = tuple(weight / merit.gamma for weight in merit.weights(there))
-        if multipliers:
-            memory["constraint_multipliers"] = multipliers
         if c.rules == "own":
             fall = trial.start + excess - merit.value(there)
             memory["excess"], memory["weight"] = next_excess(
@@ -308,13 +279,11 @@ class IVSP(Answers):
             inner_iterations=problem.calls.lower - calls_before,
             lr=merit.mu / L,
             step=step,
-            residual=there.residual,
+            residual=there.worst,
             mu=merit.mu,
             zeta=zeta,
             gamma=merit.gamma,
             multiplier=memory["multiplier"],
-            constraints=there.limits.values,
-            constraint_multipliers=multipliers,
             penalty_updated=updated,
             penalty_updates=t + updated,
             trials=trials,
@@ -327,7 +296,7 @@ class IVSP(Answers):
             capped=trials >= c.max_trials or c.L_max <= L,
         )
         if c.keep_proved and problem.share is None:
-            keep(memory, k + 1 - memory.get("began", 0), there.w, info)
+            keep(memory, there.levels, self._units, info)
         return x, y, info
 
     def _merit(self) -> Merit:
@@ -336,12 +305,6 @@ class IVSP(Answers):
         _, rules = self._settings
         gamma = memory.get("gamma", rules.inverse_penalty(memory["penalty_updates"]))
         return rules.merit(memory["iteration"], gamma)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a run, also of an earlier version."""
-        super().load_state_dict(readable(state_dict, self.param_groups))
-        # A run that did not keep the points of its first iterations counts from here.
-        self.memory.setdefault("changed", self.memory["iteration"])
 
     def _forget(self) -> None:
         super()._forget()
@@ -365,10 +328,9 @@ class IVSP(Answers):
         super().problem_changed()
         self._known = None
         self._at = None
-        forget(self.memory)
+        restart(self.memory)
         for name in ("excess", "weight"):
             self.memory.pop(name, None)
-        self.memory["began"] = self.memory["iteration"]
 
     def _shortened(self) -> float:
         """Return the factor by which the unit of x gets shorter before this iteration."""
@@ -381,8 +343,7 @@ class IVSP(Answers):
         memory["units"] = memory.get("units", 0) + 1
         self._set({"own_unit": factor * self.constants["own_unit"]})
         # The theorem counts from here. The point is evaluated again, in a resumed run too.
-        forget(memory)
-        memory["began"] = memory["iteration"]
+        restart(memory)
         self._loaded = False
         return factor
 

@@ -17,7 +17,7 @@ from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, gradient_error
 from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
-from lightning_bilevel.solvers.ivsp.penalty import Huber, inverse_penalty
+from lightning_bilevel.solvers.ivsp.penalty import Huber
 from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
 from lightning_bilevel.solvers.ivsp.search import Merit
 
@@ -221,12 +221,6 @@ def test_corrected_changes_what_was_estimated_alone() -> None:
     assert corrected(("L_yy", "rho", "sigma")) == {"L_yy": 8.0, "rho": 0.03125, "sigma": 8.0}
     assert corrected(("L_yy",)) == {"L_yy": 8.0}
     assert corrected(("L_yy", "sigma")) == {"L_yy": 8.0, "sigma": 4.0}
-
-
-def test_the_grids_of_the_penalty() -> None:
-    assert [inverse_penalty(t, 2.0) for t in (0, 3)] == pytest.approx([2.0, 1.0])
-    assert [inverse_penalty(t, 2.0, 0.5) for t in (0, 3)] == pytest.approx([2.0, 0.25])
-    assert inverse_penalty(10_000, 1.0, 0.5) > 0.0
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 6, 8, 11, 15, 18, 27])

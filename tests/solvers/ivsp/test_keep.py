@@ -15,7 +15,7 @@ from helpers import PROBLEMS, exact_residuals, groups, make_ivsp, point_of
 from places import CONFIGS
 
 from lightning_bilevel import IVSP, BilevelProblem, IVSPInfo, SineProblem, certify
-from lightning_bilevel.solvers.ivsp.keep import begins_block, best, keep
+from lightning_bilevel.solvers.proved import begins_block, best, keep
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 
@@ -60,12 +60,15 @@ def test_blocks_begin_at_the_powers_of_the_square_root_of_two() -> None:
 def test_the_kept_iteration_is_the_best_of_the_end_of_the_second_half(trend: float) -> None:
     """After every n: in the second half, without an update, and of a share of at least 58 %."""
     draw = random.Random(0)
-    memory: dict[str, Any] = {}
+    memory: dict[str, Any] = {"changed": 0}
     history: list[IVSPInfo] = []
     exact = 0
     for n in range(1, 2001):
         history.append(record(math.exp(trend * n) * draw.random(), updated=draw.random() < 0.2))
-        keep(memory, n, torch.full((2,), float(n)), history[-1])
+        memory["iteration"] = n - 1
+        x, y = torch.full((2,), float(n)), torch.full((3,), -float(n))
+        keep(memory, (x, y), [1.0, 1.0], history[-1])
+        memory["iteration"] = n
         starts = blocks(n)
         # The blocks {1} and {2} are followed by {3}: after 2 iterations only {2} is of that half.
         first = max(starts[-2] if n > 1 else 1, n // 2 + 1)
@@ -73,13 +76,15 @@ def test_the_kept_iteration_is_the_best_of_the_end_of_the_second_half(trend: flo
         share = (n - first + 1) / (n - n // 2)
         assert share >= 2 - math.sqrt(2) - 2 / n
         candidates = [k for k in range(first, n + 1) if not history[k - 1].penalty_updated]
-        kept = best(memory, n)
+        kept = best(memory)
         if not candidates:
             assert kept is None
             continue
         assert kept is not None
         assert kept.iteration == min(candidates, key=lambda k: history[k - 1].omega)
-        assert torch.equal(kept.w, torch.full((2,), float(kept.iteration)))
+        assert kept.iterations == n
+        assert torch.equal(kept.x, torch.full((2,), float(kept.iteration)))
+        assert torch.equal(kept.y, torch.full((3,), -float(kept.iteration)))
         assert kept.multiplier == kept.omega == history[kept.iteration - 1].omega
         if first == n // 2 + 1:
             # What the proof asks for, with weights mu that are all equal here.
@@ -238,38 +243,20 @@ class TestProved:
         assert two.proved.iteration == one.proved.iteration
         assert torch.equal(two.proved.x, one.proved.x)
 
-    def test_a_state_without_kept_points_counts_from_where_it_is_loaded(self) -> None:
-        one, _, _ = self.run(10)
-        state = copy.deepcopy(one.state_dict())
-        for group in state["param_groups"]:
-            del group["keep_proved"]
-        memory = state["state"][0]
-        for name in [n for n in memory if n.startswith(("proved", "before")) or n == "changed"]:
-            del memory[name]
-        two = make_ivsp(self.problem)(groups(*point_of(one)))
-        two.load_state_dict(state)
-        built = self.problem.build()
-        for _ in range(9):
-            two.step(problem=built)
-            assert two.proved is None
-        two.step(problem=built)
-        assert two.proved is not None
-        assert two.proved.iteration > 10
-
     def test_sentences(self) -> None:
         optimizer = make_ivsp(self.problem)(groups(*self.problem.at()))
         assert optimizer.proved is None
-        assert optimizer.unproved == "IVSP has made no step yet"
+        assert optimizer.unproved == (
+            "no recent iteration was on all data and left the penalty alone: run longer"
+        )
         without, _, _ = self.run(3, keep_proved=False)
         assert (
             without.unproved == "`IVSP(keep_proved=False)` does not keep the point of its theorem"
         )
-        with pytest.raises(ValueError, match=r"^`IVSP\(keep_proved=1\)` must be True or False\.$"):
-            make_ivsp(self.problem, keep_proved=1)(groups(*self.problem.at()))
 
     def test_iterations_that_all_update_the_penalty(self) -> None:
         """c2 is so large that every step is small, and delta that small that R stays above."""
         optimizer, _, history = self.run(3, c2=1e9, delta=1e-9, mu0=1e-9)
         assert all(info.penalty_updated for info in history)
         assert optimizer.proved is None
-        assert "or all updated the penalty: run longer" in optimizer.unproved
+        assert "left the penalty alone: run longer" in optimizer.unproved

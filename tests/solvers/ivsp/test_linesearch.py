@@ -4,12 +4,8 @@ from dataclasses import dataclass
 import pytest
 
 from lightning_bilevel.core.errors import BilevelError, LineSearchError
-from lightning_bilevel.solvers.ivsp.linesearch import (
-    allowance,
-    backtrack,
-    barzilai_borwein,
-    next_excess,
-)
+from lightning_bilevel.solvers.ivsp.linesearch import allowance, barzilai_borwein, next_excess
+from lightning_bilevel.solvers.ivsp.search import backtrack
 
 
 @dataclass

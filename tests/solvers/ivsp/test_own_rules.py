@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +19,9 @@ from lightning_bilevel import (
     Envelope,
     Free,
     IVSPInfo,
+    NonFiniteError,
     certify,
 )
-from lightning_bilevel.core.constraints import Limits
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
@@ -329,6 +330,35 @@ class TestTheUnitOfX:
         assert solver.proved is not None
         assert solver.proved.iteration > began
 
+    def test_a_fault_in_the_iteration_that_shortens_it_leaves_all_as_it_was(self) -> None:
+        """The theorem's point is kept in the unit of its iteration."""
+        problem, x, y = stiff_in_x(1e4)
+        fails = [False]
+        broken = BilevelProblem(
+            lambda x, y: problem.upper_terms[0](x, y) * (math.nan if fails[0] else 1.0),
+            problem.lower_terms[0],
+        )
+        solver, healthy = (IVSP(groups(x.clone(), y.clone())) for _ in range(2))
+        for _ in range(10):
+            solver.step(problem=broken)
+            healthy.step(problem=problem)
+        before, unit = solver.proved, solver.param_groups[0]["unit"]
+        assert before is not None
+        fails[0] = True
+        with pytest.raises(NonFiniteError):
+            solver.step(problem=broken)
+        after = solver.proved
+        assert solver.param_groups[0]["unit"] == solver.constants["own_unit"] == unit
+        assert after is not None
+        assert torch.equal(after.x, before.x)
+        assert torch.equal(after.y, before.y)
+        # The next iteration shortens it, and goes on as a run without a fault.
+        fails[0] = False
+        for _ in range(3):
+            assert solver.step(problem=broken).upper == healthy.step(problem=problem).upper
+        assert solver.constants["own_unit"] == healthy.constants["own_unit"] < unit
+        assert all(map(torch.equal, point_of(solver), point_of(healthy)))
+
     def test_changes_at_most_ten_times(self) -> None:
         problem, x, y = stiff_in_x(1.0)
         solver = IVSP(groups(x, y))
@@ -413,6 +443,19 @@ def test_a_penalty_that_is_too_strong_returns_to_its_start(
     # gamma grad f + 0.1 grad R is ``left`` times gamma grad f.
     grad_R = (left - 1.0) * gamma / 0.1 * grad_f
     w = torch.zeros(2, dtype=DOUBLE)
-    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, residual, grad_R, 0, Limits())
+    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, (residual,), (grad_R,), 0)
     rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
     assert rules.next_penalty(there, merit, 1.0, 1.0, Free(), 0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"), [(0.5, 0.25), (sys.float_info.min, sys.float_info.min)]
+)
+def test_a_violation_after_a_small_step_halves_the_penalty_but_never_to_zero(
+    gamma: float, expected: float
+) -> None:
+    grad, w = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
+    merit = Merit(gamma, mu=0.1, phi=Huber())
+    there = Point(w, 1, 1.0, grad, w[1:], 0.0, 0.0, (0.2,), (grad,), 0)
+    rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
+    assert rules.next_penalty(there, merit, 0.0, 1.0, Free(), 0) == pytest.approx(expected)

@@ -12,8 +12,8 @@ from helpers import PROBLEMS, groups, make_ivsp
 from lightning_bilevel import IVSP, Envelope
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.prox import precise_prox
+from lightning_bilevel.solvers.ivsp.answers import gap_lipschitz, safe_curvature
 from lightning_bilevel.solvers.ivsp.penalty import Huber
-from lightning_bilevel.solvers.ivsp.safe import gap_lipschitz, safe_curvature
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 

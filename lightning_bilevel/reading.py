@@ -1,0 +1,228 @@
+"""The counts of a run, and its certificate in plain words, with advice if something is off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.passes import Calls
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
+
+__all__ = ["Tally", "advice", "reading"]
+
+# A penalty that was strengthened in the last fifth of a run may be strengthened again.
+_SETTLED = 0.8
+# One line search in twenty at its cap is no accident.
+_OFTEN = 0.05
+# With the right step the inner loop, warm-started, takes a handful of iterations.
+_SLOW = 30.0
+# KKT residuals are small below this part of the largest gradient of f in the run.
+_CONVERGED = 1e-2
+# Nobody looks for a point with a larger norm: f seems to fall without end.
+_FAR_OUT = 1e8
+# A proximal step is long above the first part of 1 + |y|, and next to nothing below the second.
+_LONG = 1e-2
+_SHORT = 1e-6
+# If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
+_NEAR = 1e-4
+# What helps where rho is small.
+_SMOOTH = (
+    "smooth g, rescale its variables (`lower_unit`) or give `rho`, if the gradient of g jumps (an "
+    "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
+)
+
+
+@dataclass
+class Tally:
+    """Counts over a run, from the records of its iterations.
+
+    Attributes:
+        iterations: Outer iterations.
+        inner_iterations: Gradient steps on the lower level.
+        calls: Evaluations of f and g.
+        trials: Trials of the line search; 0 for methods without one.
+        capped: Line searches that used up their trials or ended at L_max.
+        halvings: How often the inner step was halved.
+        penalty_updates: How often the penalty was strengthened; None if the method never does so.
+        last_update: The iteration of the last penalty update, 0 for none.
+    """
+
+    iterations: int = 0
+    inner_iterations: int = 0
+    calls: Calls = field(default_factory=Calls)
+    trials: int = 0
+    capped: int = 0
+    halvings: int = 0
+    penalty_updates: int | None = None
+    last_update: int = 0
+
+    def add(self, info: StepInfo) -> None:
+        """Count one iteration."""
+        self.iterations = info.iteration
+        self.inner_iterations += info.inner_iterations
+        self.calls += info.calls
+        if isinstance(info, PenaltyInfo):
+            self.trials += info.trials
+            self.capped += info.capped
+            self.halvings = info.halvings
+            self.penalty_updates = info.penalty_updates
+            if info.penalty_updated:
+                self.last_update = info.iteration
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain numbers, for a checkpoint or JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, Any]) -> Tally:
+        """Return the counts that :meth:`as_dict` has made plain."""
+        return cls(**{**counts, "calls": Calls(**counts["calls"])})
+
+
+def reading(certificate: Certificate, tally: Tally | None = None) -> str:
+    """Say in one sentence how feasible and stationary a point is, and if the penalty settled.
+
+    The lower level is judged at the proximal point z: the bounds are for z and its distance from y.
+
+    Args:
+        certificate: The certificate of the point.
+        tally: The counts of the run that led there.
+    """
+    c = certificate
+    parts = [f"point: {c.point}"] if c.point else []
+    if c.evaluated_on:
+        parts.append(f"evaluated on {c.evaluated_on}")
+    if (ratio := _ratio(c)) > _CONVERGED:
+        parts.append(f"not converged, the residuals are {ratio:.2g} times the gradient of f")
+    parts.append(f"feasible to {c.feasibility:.1e}" if c.feasibility > 0.0 else "feasible")
+    parts.append(
+        f"lower level stationary to {c.prox_stationarity:.2g} at z, {c.prox_distance:.2g} from "
+        f"y (bounds {c.stationarity_bound:.2g} and {c.distance_bound:.2g})"
+    )
+    if _unenforced(c):
+        parts.append(f"but not enforced, its gradient is {c.lower_gradient:.2g} where R is slack")
+    parts.append(
+        f"upper level stationary to {c.stationarity:.1e} "
+        f"and complementary to {c.complementarity:.1e}"
+    )
+    if tally is not None and tally.penalty_updates is not None:
+        where = (
+            f"update {tally.penalty_updates} (iteration {tally.last_update} of {tally.iterations})"
+        )
+        if tally.penalty_updates == 0:
+            where = "never had to grow"
+        else:
+            where = f"{'settled at' if _settled(tally) else 'is still moving:'} {where}"
+        parts.append(f"the penalty {where}")
+        # The theorem is about such a method only.
+        if c.theorem.startswith("does not apply"):
+            parts.append(f"the theorem {c.theorem}")
+    return "; ".join(parts) + "."
+
+
+def advice(certificate: Certificate, tally: Tally) -> list[str]:
+    """Return one sentence per problem, which says what to try; none if all is well."""
+    c = certificate
+    found = []
+    if (ratio := _ratio(c)) > _CONVERGED:
+        if max(c.upper_norm, c.lower_norm) > _FAR_OUT:
+            return [
+                f"Not converged: f is {c.upper:.3g} at a point with norms {c.upper_norm:.2g}, "
+                f"{c.lower_norm:.2g}. It seems to be unbounded below where the lower level holds: "
+                "give the levels a set such as `Box`, or add a penalty on their size."
+            ]
+        found.append(_not_converged(c, ratio, tally))
+    if _unenforced(c):
+        found.append(_not_enforced(c))
+    if tally.capped > _OFTEN * tally.iterations:
+        found.append(
+            f"{tally.capped} of {tally.iterations} line searches ended at their cap: f or g is "
+            "rougher than the method assumes. Look for a kink in them, evaluate in float64, or "
+            "allow a larger `L_max`."
+        )
+    if tally.halvings:
+        found.append(
+            f"The inner step was divided by {2**tally.halvings}: `L_yy` is too small, g is more "
+            "curved than that. A value larger by that factor saves the inner loops that diverge."
+        )
+    elif tally.trials and tally.inner_iterations > _SLOW * tally.trials:
+        found.append(
+            f"The inner loop takes {tally.inner_iterations / tally.trials:.0f} iterations per "
+            "evaluation: its step 1/(L_yy + 1/rho) is short. Make `L_yy` smaller (too small is "
+            "noticed and corrected), or `zeta_bar` larger."
+        )
+    if not _settled(tally):
+        found.append(
+            f"The penalty was still moving at iteration {tally.last_update} of {tally.iterations}: "
+            "run longer, or start with a smaller `gamma0`."
+        )
+    return found
+
+
+def _settled(tally: Tally) -> bool:
+    return tally.last_update <= _SETTLED * tally.iterations
+
+
+def _ratio(c: Certificate) -> float:
+    """Return the KKT residuals divided by the largest gradient of f in the run.
+
+    Without the gradient at the start it is 0. The feasibility does not count: it has the unit of g,
+    and delta is its measure.
+    """
+    if c.first_upper_gradient is None:
+        return 0.0
+    largest = max(c.first_upper_gradient, c.upper_gradient)
+    return max(c.stationarity, c.complementarity) / largest if largest > 0.0 else 0.0
+
+
+def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
+    ways = ["Run longer"]
+    if tally.penalty_updates is None:
+        # The user sets the steps of such a method.
+        ways.append("make the steps shorter if the values go up and down")
+    if ratio > 1.0:
+        # At multiplier 0 the residual of the start is the gradient of f.
+        ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
+    if c.distance_bound <= _NEAR * (1 + c.lower_norm):
+        # delta and rho hold y close to z, so steps are short.
+        ways.append(_SMOOTH)
+    return (
+        f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
+        f"which a solution has below {_CONVERGED:g}. {', or '.join(ways)}."
+    )
+
+
+def _unenforced(c: Certificate) -> bool:
+    """Return whether f was minimised as if there were no lower level.
+
+    Then R is slack, and y is hardly nearer to stationary than at the start.
+    """
+    first = c.first_lower_gradient
+    if first is None or c.residual > -c.delta / 2 or c.lower_gradient <= first / 4:
+        return False
+    # A start that solves the lower level has no gradient to compare with. The proximal step tells
+    # more: it is short where the lower level holds.
+    return c.rho * c.lower_gradient >= _LONG * (1 + c.lower_norm) or _sees_little(c)
+
+
+def _sees_little(c: Certificate) -> bool:
+    """Return whether rho is so small that the Moreau envelope sees next to nothing of g."""
+    largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
+    size = 1 + c.lower_norm
+    return 0.0 < c.rho * largest <= _SHORT * size and c.distance_bound <= _NEAR * size
+
+
+def _not_enforced(c: Certificate) -> str:
+    diagnosis = (
+        "The lower level is not enforced: delta and rho allow a gradient of g of "
+        f"{c.stationarity_bound:.2g} at z, and those seen at y are {c.first_lower_gradient:.2g} at "
+        f"the start and {c.lower_gradient:.2g} at the end."
+    )
+    if _sees_little(c):
+        seen = f"With rho = {c.rho:.2g} the Moreau envelope sees next to nothing of g"
+        return f"{diagnosis} {seen}: {_SMOOTH}."
+    # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
+    delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
+    return f"{diagnosis} Make delta smaller, at most {delta:.1g}, or scale g up."

@@ -1,1 +1,0 @@
-"""Counts, words and figures of a run."""

@@ -1,0 +1,524 @@
+"""A run in plain words: the sentence for what is well, and one for each thing that is off."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import PROBLEMS, Problem, make_ivsp
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from modules import MILD, PAPER, Weighting, weighting_data
+from running import trainer
+from torch import Tensor
+
+from lightning_bilevel import (
+    BOME,
+    F2SA,
+    IVSP,
+    MEHA,
+    SLM,
+    VPBGD,
+    BilevelProblem,
+    Box,
+    Certificate,
+    CertificateReport,
+    Envelope,
+    FullBatchDataModule,
+    IVSPInfo,
+    PNGBiO,
+    Simplex,
+    SineProblem,
+    certify,
+    solve,
+)
+from lightning_bilevel.core.certificate import Certificate as KKT
+from lightning_bilevel.reading import Tally, advice, reading
+
+GOOD = Certificate(
+    stationarity=1.7e-5,
+    feasibility=3e-4,
+    complementarity=2.6e-4,
+    multiplier=1.6,
+    own_multiplier=True,
+    smallest_kkt=2e-4,
+    gap=1.3e-3,
+    residual=3e-4,
+    upper=1.0,
+    lower=2.0,
+    prox_distance=7e-3,
+    prox_stationarity=0.014,
+    distance_bound=0.04,
+    stationarity_bound=0.09,
+    rho=0.5,
+    sigma=1.0,
+    delta=1e-3,
+    tolerance=1e-9,
+    held_share=0.0,
+    qualification="not known",
+    theorem="not known: the constraint qualification",
+    upper_gradient=0.5,
+    lower_gradient=0.02,
+    upper_norm=1.0,
+    lower_norm=2.0,
+    first_upper_gradient=1.0,
+    first_lower_gradient=3.0,
+)
+RUN = Tally(iterations=100, trials=110, inner_iterations=300, penalty_updates=3, last_update=57)
+
+
+def test_the_sentence() -> None:
+    assert reading(GOOD, RUN) == (
+        "feasible to 3.0e-04; lower level stationary to 0.014 at z, 0.007 from y (bounds 0.09 and "
+        "0.04); upper level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty "
+        "settled at update 3 (iteration 57 of 100)."
+    )
+    assert advice(GOOD, RUN) == []
+
+
+@pytest.mark.parametrize(
+    ("certificate", "run", "words"),
+    [
+        (replace(GOOD, feasibility=0.0, residual=-9e-4), RUN, "feasible; "),
+        (GOOD, replace(RUN, penalty_updates=0, last_update=0), "; the penalty never had to grow."),
+        (
+            GOOD,
+            replace(RUN, last_update=81),
+            "; the penalty is still moving: update 3 (iteration 81 of 100).",
+        ),
+        (
+            GOOD,
+            replace(RUN, last_update=80),
+            "; the penalty settled at update 3 (iteration 80 of 100).",
+        ),
+        (GOOD, Tally(iterations=100), "complementary to 2.6e-04."),
+        (GOOD, None, "complementary to 2.6e-04."),
+    ],
+)
+def test_what_the_sentence_depends_on(
+    certificate: Certificate, run: Tally | None, words: str
+) -> None:
+    text = reading(certificate, run)
+    assert text.startswith(words) if words.startswith("feasible") else text.endswith(words)
+
+
+def test_the_sentence_names_the_point() -> None:
+    text = reading(replace(GOOD, point="iteration 7", evaluated_on="a batch"), RUN)
+    assert text.startswith("point: iteration 7; evaluated on a batch; feasible to ")
+
+
+def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
+    """It is about methods that strengthen a penalty, so it is said of their runs only."""
+    free = replace(GOOD, theorem="does not apply: Y is unbounded")
+    ending = "; the theorem does not apply: Y is unbounded."
+    assert reading(free, RUN) == reading(GOOD, RUN)[:-1] + ending
+    assert reading(free, Tally(iterations=100)) == reading(GOOD, Tally(iterations=100))
+    assert reading(free) == reading(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "off", "well", "words"),
+    [
+        (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
+        (
+            GOOD,
+            {"halvings": 3},
+            {"halvings": 0},
+            "The inner step was divided by 8: `L_yy` is too small",
+        ),
+        (
+            GOOD,
+            {"inner_iterations": 3410},
+            {"inner_iterations": 3300},
+            "The inner loop takes 31 iterations per evaluation",
+        ),
+        (
+            GOOD,
+            {"last_update": 90},
+            {"last_update": 80},
+            "The penalty was still moving at iteration 90 of 100",
+        ),
+    ],
+)
+def test_each_piece_of_advice(
+    certificate: Certificate, off: dict[str, Any], well: dict[str, Any], words: str
+) -> None:
+    found = advice(certificate, replace(RUN, **off))
+    assert len(found) == 1
+    assert found[0].startswith(words)
+    assert advice(certificate, replace(RUN, **well)) == []
+
+
+class TestNotConverged:
+    WORDS = (
+        "Not converged: the KKT residuals are 0.011 times the largest gradient of f seen, which a "
+        "solution has below 0.01. "
+    )
+    OTHER = Tally(iterations=100)
+
+    @pytest.mark.parametrize(
+        "residuals",
+        [
+            {"stationarity": 0.011},
+            {"complementarity": 0.011},
+            {"stationarity": 0.022, "upper_gradient": 2.0},
+        ],
+    )
+    def test_residuals_of_more_than_a_hundredth_of_the_gradient(
+        self, residuals: dict[str, float]
+    ) -> None:
+        off = replace(GOOD, **residuals)  # type: ignore[arg-type]
+        assert advice(off, RUN) == [f"{self.WORDS}Run longer."]
+        assert reading(off, RUN).startswith(
+            "not converged, the residuals are 0.011 times the gradient of f; feasible to "
+        )
+
+    def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
+        words = "or go back to the best point, `KKTMonitor(restore_best=True)`"
+        (found,) = advice(replace(GOOD, complementarity=1.01), RUN)
+        assert words in found
+        (found,) = advice(replace(GOOD, complementarity=0.99), RUN)
+        assert words not in found
+
+    def test_a_y_that_is_tied_to_z_is_said(self) -> None:
+        (found,) = advice(replace(GOOD, stationarity=0.5, distance_bound=1e-6), RUN)
+        assert "or smooth g, rescale its variables (`lower_unit`) or give `rho`" in found
+
+    def test_less_than_that_is_well(self) -> None:
+        assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
+
+    def test_without_a_start_there_is_nothing_to_compare_with(self) -> None:
+        assert advice(replace(GOOD, stationarity=7.0, first_upper_gradient=None), RUN) == []
+
+    def test_no_gradient_at_all(self) -> None:
+        assert (
+            advice(
+                replace(
+                    GOOD,
+                    stationarity=0.0,
+                    complementarity=0.0,
+                    first_upper_gradient=0.0,
+                    upper_gradient=0.0,
+                ),
+                RUN,
+            )
+            == []
+        )
+
+    def test_methods_whose_steps_are_set_by_hand(self) -> None:
+        off = replace(GOOD, stationarity=0.011)
+        shorter = "Run longer, or make the steps shorter if the values go up and down"
+        assert advice(off, self.OTHER) == [f"{self.WORDS}{shorter}."]
+
+    @pytest.mark.parametrize("norms", [{"upper_norm": 1e19}, {"lower_norm": 1e19}])
+    def test_a_point_far_out(self, norms: dict[str, float]) -> None:
+        """Other advice, such as to run longer, would only lead further."""
+        out = replace(GOOD, upper=-1e19, stationarity=1.0, **norms)  # type: ignore[arg-type]
+        (found,) = advice(out, replace(RUN, last_update=90))
+        assert found.startswith("Not converged: f is -1e+19 at a point with norms ")
+        assert "It seems to be unbounded below" in found
+        assert "give the levels a set such as `Box`" in found
+        assert advice(replace(GOOD, **norms), RUN) == []  # type: ignore[arg-type]
+
+    def test_f_without_a_minimum(self) -> None:
+        problem = BilevelProblem(
+            lambda x, y: -(x**2).sum() + y.sum(), lambda x, y: ((y - x) ** 2).sum() / 2
+        )
+        told = solve(problem, torch.zeros(1).double(), torch.ones(1).double(), max_steps=60).reading
+        assert "It seems to be unbounded below" in told
+        assert "Run longer" not in told
+
+    @pytest.mark.parametrize("solver", [PNGBiO, VPBGD, BOME, SLM, F2SA, MEHA])
+    def test_every_method_that_stops_early(self, solver: Any) -> None:
+        problem = BilevelProblem(f, lambda x, y: ((y - x) ** 2).sum() / 2)
+        start = torch.full((1,), 3.0).double()
+        found = solve(
+            problem, start, start, solver, 50, envelope=Envelope(rho=0.5, sigma=0.0, delta=1e-3)
+        )
+        assert "not converged" in found.reading
+        assert "gamma0" not in found.reading
+
+
+def f(x: Tensor, y: Tensor) -> Tensor:
+    """With y = x its minimum is at 0.5, and without a lower level at x = 1, y = 0."""
+    return ((x - 1) ** 2).sum() + (y**2).sum()
+
+
+class TestNotEnforced:
+    # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y|
+    # is 3.
+    SLACK = replace(
+        GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
+    )
+    WORDS = (
+        "The lower level is not enforced: delta and rho allow a gradient of g of 40 at z, and "
+        "those seen at y are 3 at the start and 1 at the end. "
+    )
+
+    def test_delta_too_large(self) -> None:
+        # 0.5 (1 - 0.5) / 2 (1/10)^2
+        assert advice(self.SLACK, RUN) == [
+            f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
+        ]
+        assert (
+            "(bounds 40 and 0.04); but not enforced, its gradient is 1 where R is slack; "
+            in reading(self.SLACK)
+        )
+
+    def test_rho_too_small(self) -> None:
+        (found,) = advice(replace(self.SLACK, rho=1e-9, distance_bound=1e-6), RUN)
+        assert found.startswith(
+            f"{self.WORDS}With rho = 1e-09 the Moreau envelope sees next to nothing of g: "
+        )
+        assert "smooth g, rescale its variables (`lower_unit`) or give `rho`" in found
+
+    @pytest.mark.parametrize(
+        "well",
+        [
+            {"residual": -4e-4},  # the constraint is nearly active
+            {"lower_gradient": 0.7},  # the gradient has fallen
+            {"first_lower_gradient": None},  # there is nothing to compare with
+            # A start that solves g was left by a short step.
+            {"first_lower_gradient": 0.0, "lower_gradient": 0.05},
+            {"lower_gradient": 0.0, "first_lower_gradient": 0.0},
+            {"rho": 1e-9},  # the steps are short, but delta allows long ones: it is not rho
+        ],
+    )
+    def test_no_false_alarm(self, well: dict[str, Any]) -> None:
+        assert advice(replace(self.SLACK, **well), RUN) == []
+        assert "not enforced" not in reading(replace(self.SLACK, **well), RUN)
+
+    @pytest.mark.parametrize("scale", [1e-6, 1e-4])
+    @pytest.mark.parametrize("start", [(0.0, 0.0), (2.0, -1.0)])
+    def test_g_scaled_down(self, start: tuple[float, float], scale: float) -> None:
+        problem = BilevelProblem(f, lambda x, y: scale * ((y - x) ** 2).sum() / 2)
+        x0, y0 = (torch.tensor([v], dtype=torch.float64) for v in start)
+        wrong = solve(problem, x0, y0, max_steps=100)
+        assert wrong.x.item() == pytest.approx(1.0, abs=1e-2)
+        assert "The lower level is not enforced" in wrong.reading
+        # What it advises helps.
+        delta = float(wrong.reading.split("at most ")[1].split(",")[0])
+        right = solve(problem, x0, y0, partial(IVSP, delta=delta), max_steps=300)
+        assert right.x.item() == pytest.approx(0.5, abs=0.1)
+        assert "not enforced" not in right.reading
+
+    def test_g_scaled_down_below_the_tolerance_of_the_certificate(self) -> None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        told = solve(
+            BilevelProblem(f, lambda x, y: 1e-12 * ((y - x) ** 2).sum() / 2),
+            zero,
+            zero,
+            max_steps=100,
+        ).reading
+        assert "Make delta smaller, at most 9e-16" in told
+
+    def test_a_start_on_a_kink(self) -> None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        told = solve(
+            BilevelProblem(f, lambda x, y: (y - x).abs().sum()), zero, zero, max_steps=60
+        ).reading
+        assert "the gradient of g jumps (an absolute value, ReLU, max)" in told
+
+    @pytest.mark.filterwarnings("ignore:IVSP does not move any more")
+    def test_curvatures_that_differ(self) -> None:
+        zero, c = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 1e8], dtype=torch.float64)
+        told = solve(
+            BilevelProblem(f, lambda x, y: (c * (y - x) ** 2).sum() / 2), zero, zero, max_steps=500
+        ).reading
+        assert "its curvatures differ by many orders of magnitude" in told
+
+    @pytest.mark.filterwarnings(
+        "ignore:IVSP does not move any more", "ignore:The (upper|lower)-level start lies outside"
+    )
+    @pytest.mark.parametrize("point", ["start", "solution"])
+    @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+    def test_healthy_runs_are_not_told(self, problem: Problem, point: str) -> None:
+        # In turns: each problem and each point meets both.
+        constants = (PROBLEMS.index(problem) + (point == "start")) % 2
+        make = make_ivsp(problem) if constants else IVSP
+        told = solve(problem.build(), *problem.at(point), make, 150).reading
+        assert "not enforced" not in told
+        assert "not converged" not in told
+
+
+class TestHeldShare:
+    def certificate(self, y: float, lower_set: Any) -> KKT:
+        # grad f = (1, -3), grad R = (-(y - x)/2, (y - x)/2) with rho = 1: at multiplier 0 the
+        # gradient in y is -3.
+        problem = BilevelProblem(
+            lambda x, y: x.sum() - 3 * y.sum(),
+            lambda x, y: ((y - x) ** 2).sum() / 2,
+            lower_set=lower_set,
+        )
+        x, start = torch.zeros(1, dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
+        return certify(problem, x, start, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
+
+    def test_inside_nothing_is_held(self) -> None:
+        assert self.certificate(0.5, Box(-1, 1)).held_share == 0.0
+
+    def test_the_bound_that_the_gradient_pushes_against_holds_all_of_it(self) -> None:
+        assert self.certificate(1.0, Box(-1, 1)).held_share == 1.0
+
+    def test_the_other_bound_holds_nothing(self) -> None:
+        assert self.certificate(-1.0, Box(-1, 1)).held_share == 0.0
+
+    def test_part_of_it(self) -> None:
+        """The simplex holds the component along (1, ..., 1): (-1.5, -1.5) of d = (-3, 0)."""
+        problem = BilevelProblem(
+            lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex()
+        )
+        x, y = torch.zeros(1, dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+        got = certify(problem, x, y, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
+        assert got.held_share == pytest.approx(math.sqrt(0.5))
+
+
+class TestTally:
+    def test_counts_are_the_sums_of_the_history(self) -> None:
+        problem = PROBLEMS[0]
+        solution = solve(problem.build(), *problem.at(), make_ivsp(problem), 200)
+        history: list[Any] = solution.history
+        tally = solution.tally
+        assert tally.iterations == 200
+        assert tally.trials == sum(info.trials for info in history)
+        assert tally.inner_iterations == sum(info.inner_iterations for info in history)
+        assert tally.calls.passes == sum(info.calls.passes for info in history)
+        updates = [info.iteration for info in history if info.penalty_updated]
+        assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
+        assert tally.capped == tally.halvings == 0
+
+    def test_caps_are_counted(self) -> None:
+        problem = PROBLEMS[0]
+        x, y = problem.at()
+        capped = solve(
+            problem.build(), x, y, make_ivsp(problem, L_init=1e-3, L_max=1e-3, L_min=1e-4), 20
+        )
+        at_cap = [info for info in capped.history if isinstance(info, IVSPInfo) and info.L >= 1e-3]
+        assert capped.tally.capped == len(at_cap) > 0
+
+    def test_an_l_yy_that_is_too_small_shows(self) -> None:
+        problem = next(p for p in PROBLEMS if p.name == "flat")  # its curvature in y is 4
+        x, y = problem.at()
+        with pytest.warns(UserWarning, match="The inner loop diverged"):
+            solution = solve(problem.build(), x, y, make_ivsp(problem, L_yy=0.1, zeta_bar=1e-6), 30)
+        assert solution.tally.halvings > 0
+        assert "`L_yy` is too small" in solution.reading
+
+    def test_other_methods_have_no_penalty(self) -> None:
+        problem = PROBLEMS[0]
+        solution = solve(
+            problem.build(), *problem.at(), partial(BOME, T=2), 10, envelope=problem.envelope
+        )
+        assert solution.tally.penalty_updates is None
+        assert solution.tally.inner_iterations == 20
+        assert "penalty" not in solution.reading
+
+
+def test_solution_reads_itself() -> None:
+    problem = PROBLEMS[0]
+    solution = solve(problem.build(), *problem.at(), make_ivsp(problem), problem.steps)
+    assert solution.certificate is not None
+    assert solution.reading.startswith(reading(solution.certificate, solution.tally))
+    short = solve(problem.build(), *problem.at(), make_ivsp(problem, gamma0=1e3, c2=1e6), 30)
+    assert "The penalty was still moving" in short.reading
+    blind = solve(problem.build(), *problem.at(), BOME, 2)
+    assert blind.reading.startswith("there is no certificate")
+
+
+class TestReport:
+    def test_json_in_the_folder_of_the_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report, module = CertificateReport(), Weighting()
+        keep = ModelCheckpoint(tmp_path / "kept")
+        logger = TensorBoardLogger(tmp_path)
+        options = {"enable_checkpointing": True, "logger": logger, "log_every_n_steps": 10}
+        run = trainer(tmp_path, max_epochs=2, callbacks=[report, keep], **options)
+        run.fit(module, datamodule=weighting_data())
+        saved = json.loads((Path(logger.log_dir) / "certificate.json").read_text())
+        assert report.certificate is not None
+        assert Certificate(**saved["certificate"]) == report.certificate == module.certify()
+        assert Tally.from_dict(saved["counts"]) == report.tally
+        assert saved["reading"] == reading(report.certificate, report.tally)
+        assert saved["advice"] == advice(report.certificate, report.tally)
+        assert saved["iteration"] == 20
+        printed = capsys.readouterr().out
+        assert saved["reading"] in " ".join(printed.split())
+        assert len(list(tmp_path.rglob("certificate.json"))) == 1
+
+    def test_the_theorem_s_point_has_a_line_and_an_entry(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report, module = CertificateReport(), SineProblem(n=1000, solver=PAPER)
+        run = trainer(tmp_path, max_steps=200, precision="64-true", callbacks=[report])
+        run.fit(module, datamodule=FullBatchDataModule())
+        saved = json.loads((tmp_path / "certificate.json").read_text())
+        proved = module.proved
+        assert proved is not None
+        assert report.proved is not None
+        assert Certificate(**saved["proved"]) == report.proved == module.certify(proved=True)
+        assert report.proved.point == str(proved)
+        assert report.proved.feasibility <= proved.feasibility_bound
+        assert report.proved.complementarity <= proved.complementarity_bound
+        assert report.certificate is not None
+        assert report.certificate.point == "the last iterate, iteration 200"
+        assert reading(report.proved) in " ".join(capsys.readouterr().out.split())
+
+    def test_a_solver_without_such_a_point_has_no_entry(self, tmp_path: Path) -> None:
+        envelope = Envelope(rho=0.2, sigma=1.0, delta=0.01)
+        report = CertificateReport()
+        run = trainer(tmp_path, max_steps=3, callbacks=[report])
+        run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
+        assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
+        assert report.proved is None
+
+    def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:
+        trainer(tmp_path, fast_dev_run=3, callbacks=[CertificateReport()]).fit(
+            Weighting(), datamodule=weighting_data()
+        )
+        assert list(tmp_path.iterdir()) == []
+
+    def test_advice_is_printed_and_everything_is_published(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        module = Weighting(solver=partial(MILD, mu0=1e-4, delta=1e-6, c2=1e6))
+        report = CertificateReport()
+        run = trainer(tmp_path, max_steps=30, callbacks=[report])
+        run.fit(module, datamodule=weighting_data())
+        assert report.certificate is not None
+        lines = advice(report.certificate, report.tally)
+        assert lines
+        printed = " ".join(capsys.readouterr().out.split())
+        for line in lines:
+            assert f"Advice: {line}" in printed
+        expected = asdict(report.certificate)
+        metrics = {
+            name.removeprefix("bilevel/"): float(value)
+            for name, value in run.callback_metrics.items()
+        }
+        assert metrics["kkt_residual"] == pytest.approx(report.certificate.kkt)
+        assert metrics["violation"] == pytest.approx(expected["feasibility"])
+        assert metrics["prox_distance"] == pytest.approx(expected["prox_distance"])
+        assert metrics["kkt_multiplier"] == pytest.approx(expected["multiplier"])
+
+    def test_without_an_envelope_the_counts_are_printed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trainer(tmp_path, max_steps=3, callbacks=[CertificateReport()]).fit(
+            Weighting(solver=BOME), datamodule=weighting_data()
+        )
+        printed = capsys.readouterr().out
+        assert "outer iterations   3\n" in printed
+        assert "KKT" not in printed
+
+
+def test_ivsp_is_what_is_read() -> None:
+    """The counts know IVSP by its record; a subclass of it is read likewise."""
+    problem = PROBLEMS[0]
+    kind = type("Mine", (IVSP,), {})
+    assert solve(problem.build(), *problem.at(), kind, 2).tally.penalty_updates is not None
