@@ -11,6 +11,7 @@ FLOORS: list[set[str]] = [
     {"files", "plotting", "table", "version"},
     {"core"},
     {"solvers"},
+    {"stochastic"},
     {"reading"},
     {"solving"},
     {"plugin"},
@@ -18,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-TORCH_ONLY = {"core", "solvers", "reading", "solving"}
+TORCH_ONLY = {"core", "solvers", "stochastic", "reading", "solving"}
 PUBLIC = [
     "AID",
     "Adaptation",

@@ -35,7 +35,7 @@ class CertifiedPoints(DeclaredLevels):
     @property
     def on_mini_batches(self) -> bool:
         """Whether the run is on mini-batches. Its certificate is then of all data."""
-        return self._run.stream is not None
+        return self._run.stream is not None or self.mini_batches is not None
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -104,11 +104,11 @@ class CertifiedPoints(DeclaredLevels):
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
                 suffice, the certificate says how accurate it is.
         """
-        declared, run, stream = self._declared(), self._run, self._run.stream
-        solver = run.solver
+        declared, run = self._declared(), self._run
+        stream, solver = self.mini_batches or run.stream, run.solver
         # Monitors look at a sample: their curve needs one rho from beginning to end.
         reachable = stream is not None and envelope is None and not sample
-        reachable = reachable and solver.envelope is not None
+        reachable = reachable and self.envelope != declared.envelope
         envelope = envelope or self.envelope
         if stream is None:
             problem, data = self._exact_problem(batch), ""
@@ -121,7 +121,9 @@ class CertifiedPoints(DeclaredLevels):
         iteration = 0 if self.last_step is None else self.last_step.iteration
         point, name = self.point, run.point_name(declared.norms())
         multiplier = run.certifier.multiplier
-        if multiplier is None:
+        if self.mini_batches is not None:
+            name = f"the last iterate, step {iteration}"
+        elif multiplier is None:
             multiplier = solver.multiplier
         if proved:
             kept = self._proved()

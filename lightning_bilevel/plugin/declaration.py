@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
@@ -129,8 +130,11 @@ class Declaration:
         qualification: What is known about the constraint qualification.
         scheduler: How the scheduler of the rates is made, if there is one.
         adaptation: How the lower level is solved on a mini-batch that it belongs to.
-        method: The method of a run by two torch optimisers.
+        method: The method of a run by torch optimisers.
         options: How its steps are made.
+        optimizers: What makes the optimisers of x and y, if the module has no
+            ``configure_optimizers`` of its own.
+        schedulers: What makes the schedulers of these.
     """
 
     upper: Level
@@ -143,6 +147,8 @@ class Declaration:
     adaptation: Adaptation | None = None
     method: Method | None = None
     options: Options = field(default_factory=Options)
+    optimizers: tuple[OptimizerCallable | None, OptimizerCallable | None] = (None, None)
+    schedulers: tuple[LRSchedulerCallable | None, LRSchedulerCallable | None] = (None, None)
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):

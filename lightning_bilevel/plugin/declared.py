@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_bilevel.core.episode import Adaptation
@@ -23,6 +24,7 @@ from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["DeclaredLevels"]
@@ -38,6 +40,7 @@ class DeclaredLevels:
     upper_gradient: Callable[..., Any] | None = None
     lower_gradient: Callable[..., Any] | None = None
     upper_indices: Callable[..., Tensor] | None = None
+    _mini_batches: MiniBatches | None = None
 
     def declare(
         self,
@@ -54,6 +57,10 @@ class DeclaredLevels:
         scheduler: SchedulerDeclared | None = None,
         adaptation: Adaptation | None = None,
         method: Method | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_scheduler: LRSchedulerCallable | None = None,
+        lower_scheduler: LRSchedulerCallable | None = None,
         gradient_clip_val: float | tuple[float | None, float | None] | None = None,
         accumulate: int = 1,
         skip_nonfinite: bool = False,
@@ -86,8 +93,13 @@ class DeclaredLevels:
                 parameters are then the start of y in each step, and do not change. Runs on all data
                 are as without it.
             method: The method of a run on mini-batches, of
-                :mod:`lightning_bilevel.stochastic`; ``configure_optimizers`` then returns a torch
-                optimiser for each level. Without one there they are AdamW.
+                :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
+                ``configure_optimizers``, or else the next two.
+            upper_optimizer: Makes the torch optimiser of x from its parameters; None is AdamW with
+                a rate of 1e-2 and no weight decay.
+            lower_optimizer: That of y; None is AdamW with a rate of 1e-4, a tenth of the usual one.
+            upper_scheduler: Makes the scheduler of x's optimiser, which steps at every step.
+            lower_scheduler: That of y's.
             gradient_clip_val: Such a run clips the gradient of a level to this norm, one number or
                 one per level.
             accumulate: The batches of one of its steps.
@@ -95,8 +107,15 @@ class DeclaredLevels:
                 a row. It costs a device sync per step.
         """
         # Read from the class: an instance would bind a plain function as its method.
+        if solver is not None and (method is not None or upper_optimizer or lower_optimizer):
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` was given a solver, for exact runs, and a "
+                "method or optimisers, for mini-batches: give one of the two."
+            )
         solver = solver or type(self).default_solver
-        if solver is None and method is None and not self._has_own_optimizers():
+        optimizers = upper_optimizer, lower_optimizer
+        by_torch = method is not None or any(optimizers) or self._has_own_optimizers()
+        if solver is None and not by_torch:
             raise ValueError(
                 f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`, or "
                 "`configure_optimizers` a torch optimiser for each level."
@@ -118,6 +137,8 @@ class DeclaredLevels:
                 accumulate=accumulate,
                 skip_nonfinite=skip_nonfinite,
             ),
+            optimizers,
+            (upper_scheduler, lower_scheduler),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
@@ -150,7 +171,9 @@ class DeclaredLevels:
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the certificate, in y: the solver's, or else the declared one."""
-        return self._run.solver.envelope or self._declared().envelope
+        method = self._declared().method
+        own = self._run.solver.envelope if method is None else method.envelope
+        return own or self._declared().envelope
 
     @property
     def point(self) -> tuple[Tensor, Tensor]:
@@ -169,6 +192,12 @@ class DeclaredLevels:
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the two levels with their units, as a solver takes them."""
         return self._declared().groups()
+
+    @property
+    def mini_batches(self) -> MiniBatches | None:
+        """The run on mini-batches by torch optimisers; None in any other run."""
+        run = self._mini_batches
+        return run if run is not None and run.step is not None else None
 
     def _has_own_optimizers(self) -> bool:
         return False

@@ -32,7 +32,7 @@ from lightning_bilevel.plugin.streaming import Stream, has_changing_batches
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.stochastic.run import MiniBatches, default_optimizers
+from lightning_bilevel.plugin.mini_batches import MiniBatches, default_optimizers
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
 
@@ -85,8 +85,6 @@ class BilevelMixin(CertifiedPoints):
         ...         return nn.functional.mse_loss(self.model(batch), self.target.expand_as(batch))
     """
 
-    _mini_batches: MiniBatches | None = None
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -100,7 +98,7 @@ class BilevelMixin(CertifiedPoints):
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration, or one step on a mini-batch."""
         if self.mini_batches is not None:
-            self.mini_batches.training_step(self, batch, batch_idx)
+            self.last_step = self.mini_batches.training_step(self, batch, batch_idx)
             return
         trainer: Any = self._module().trainer
         # Lightning counts only steps through its own wrapper of the optimizer.
@@ -180,7 +178,7 @@ class BilevelMixin(CertifiedPoints):
         """Make the solver, and its scheduler if one is declared."""
         declared = self._declared()
         module = self._module()
-        if declared.method is not None:
+        if declared.method is not None or any(declared.optimizers):
             declared.resolve()
             return default_optimizers(declared)
         may_stream = self._run.solver.takes_mini_batches
@@ -256,12 +254,6 @@ class BilevelMixin(CertifiedPoints):
                 solver.load_state_dict(states[0])
                 self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-
-    @property
-    def mini_batches(self) -> MiniBatches | None:
-        """The run on mini-batches by torch optimisers; None in any other run."""
-        run = self._mini_batches
-        return run if run is not None and run.step is not None else None
 
     def _has_own_optimizers(self) -> bool:
         return type(self).configure_optimizers is not BilevelMixin.configure_optimizers

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.schedule import Power
 from lightning_bilevel.stochastic.step import Method, Numbers, Step, wide
 
@@ -213,6 +214,10 @@ class StreamingIVSP(Penalty):
         super().__post_init__()
         if not 0 < self.floor <= 1:
             raise ValueError(f"`StreamingIVSP(floor={self.floor})` must be above 0 and at most 1.")
+
+    @property
+    def envelope(self) -> Envelope:
+        return Envelope(rho=self.rho, sigma=0.0, delta=self.delta)
 
     @property
     def proximal(self) -> float:

@@ -3,6 +3,7 @@
 A loss reads the module's own parameters. To evaluate it at z, the content of y and z changes
 places: the hooks of parameters and modules, their sharding and their compiled code stay what they
 are.
+"""
 
 from __future__ import annotations
 

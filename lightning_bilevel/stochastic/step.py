@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.sets import ConvexSet, Free
+from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.shadow import Shadow, follow
 
 __all__ = ["Method", "Numbers", "Options", "Step", "wide"]
@@ -79,6 +82,11 @@ class Method:
                 f"`{type(self).__name__}(warmup={self.warmup}, x_every={self.x_every})` must be at "
                 "least 0 and at least 1."
             )
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """The Moreau envelope that the method goes down, for the certificate."""
+        return None
 
     def moves_x(self, k: int) -> bool:
         """Tell whether x moves in step k, from 0."""
@@ -162,6 +170,42 @@ class Step:
         self.batches = 0 if self.last else self.batches + 1
         self.seconds += time.perf_counter() - began
         return numbers, moved
+
+    def record(self, numbers: Numbers) -> StreamInfo:
+        """Return the record of a batch; its numbers are tensors until somebody reads them."""
+        values: dict[str, Any] = {
+            "upper": numbers.upper,
+            "lower": numbers.lower,
+            "gap": wide(numbers.lower) - wide(numbers.inner),
+            "multiplier": numbers.multiplier,
+        }
+        return StreamInfo(
+            **values,
+            inner_iterations=1,
+            iteration=self.k,
+            calls=Calls(upper=1, lower=2),
+            passes=3 * self.k * self.options.accumulate,
+            optimization_time=self.seconds,
+            skipped=self.skipped[0],
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the method, for reports."""
+        return type(self.method).__name__
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return Progress(self.k, self.k, 3 * self.k * self.options.accumulate, self.seconds)
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The constants of the method, for loggers."""
+        return {k: v for k, v in vars(self.method).items() if isinstance(v, (int, float))}
+
+    proved = None
+    chosen: ClassVar[list[tuple[str, str]]] = []
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss, as Lightning's strategy and precision do."""

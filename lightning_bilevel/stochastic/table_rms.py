@@ -21,7 +21,7 @@ class TableRMS(Optimizer):
     r"""Steps of similar size for a table of which a batch touches a few entries, such as weights.
 
     An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them,
-    An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them,
+    are of little use, and momentum would move entries that the batch does not speak of. It keeps
     ONE mean square v for all entries, and its root r only grows. With the gradients :math:`g_i` of
     the entries T that are not 0 in step t:
 

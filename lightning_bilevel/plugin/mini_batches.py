@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
 
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.plugin.batches import check_batch
+from lightning_bilevel.plugin.checks import check_all_declared
 from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.plugin.whole_data import Data, evaluating, gathered, kept, problem_on_data
 from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.record import StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
 from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
-from lightning_bilevel.stochastic.step import Numbers, Step, wide
+from lightning_bilevel.stochastic.step import Step
 
 __all__ = ["MiniBatches", "default_optimizers"]
+
+# So many of the first batches are kept for monitors.
+SAMPLE = 8
 
 _RIGHT = (
     "`configure_optimizers` of a bilevel module returns one optimiser per level:\n"
@@ -38,7 +49,9 @@ class MiniBatches(Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
-        self._random: dict[str, Any] | None = None
+        self._watched = False
+        self._sample: list[Any] = []
+        self._whole: tuple[int, Data] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -49,8 +62,11 @@ class MiniBatches(Callback):
                 '`Trainer(precision="16-mixed")` rescales the gradients of one optimiser, and a '
                 "bilevel step has three after shared backward passes: use bf16-mixed."
             )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._watched = any(getattr(c, "looks_at_certificates", False) for c in callbacks)
         declared = pl_module._declared()
         declared.resolve()
+        check_all_declared(pl_module, declared)
         wrapped = pl_module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
         pairs = list(zip(wrapped, trainer.optimizers, strict=True))
@@ -70,28 +86,57 @@ class MiniBatches(Callback):
         )
         self._resume()
 
-    def training_step(self, module: Any, batch: Any, batch_idx: int) -> None:
-        """Make one step, log its numbers, and step the schedulers of an interval of steps."""
+    def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
+        """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
         assert self.step is not None
+        check_batch(type(module).__name__, batch)
         numbers, moved = self.step(batch)
         trainer = module.trainer
+        if self._watched and len(self._sample) < SAMPLE:
+            self._sample.append(move_data_to_device(batch, "cpu"))
         if moved:
             step_schedulers(module, "step", batch_idx + 1)
-        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0:
-            self._log(module, numbers)
+        info = self.step.record(numbers)
+        if (trainer.global_step % max(trainer.log_every_n_steps, 1)) == 0 and moved:
+            shown = {"bilevel/upper": numbers.upper, "bilevel/gap": info.gap}
+            module.log_dict(shown, prog_bar=True, sync_dist=True)
+            more = {"bilevel/lower": info.lower, "bilevel/multiplier": info.multiplier}
+            module.log_dict({**more, "bilevel/skipped": float(info.skipped)}, sync_dist=True)
+        return info
 
-    def _log(self, module: LightningModule, numbers: Numbers) -> None:
+    def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
+        """Return f and g on the data of a certificate, and what these are.
+
+        Args:
+            batch: A batch; None is the sample or all data.
+            sample: Whether to take the first few batches of the run.
+            batches: The most batches of a level.
+        """
         assert self.step is not None
-        f, g, gap = numbers.upper, numbers.lower, wide(numbers.lower) - wide(numbers.inner)
-        module.log_dict({"bilevel/upper": f, "bilevel/gap": gap}, prog_bar=True, sync_dist=True)
-        more = {"bilevel/lower": g, "bilevel/multiplier": numbers.multiplier}
-        if self.step.options.skip_nonfinite:
-            more["bilevel/skipped"] = float(self.step.skipped[0])
-        module.log_dict(more, sync_dist=True)
+        module = self.step.module
+        if batch is not None:
+            data = Data(batch, "the given batch, in eval mode")
+        elif sample and self._sample:
+            data = kept(module.trainer, self._sample)
+        else:
+            if self._whole is None or self._whole[0] != batches:
+                self._whole = batches, gathered(module.trainer, batches)
+            data = self._whole[1]
+        return problem_on_data(module, module._declared(), module.trainer, data), data.name
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for the evaluation of a certificate."""
+        assert self.step is not None
+        return evaluating(self.step.module)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step is not None:
+            if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
+                raise MisconfigurationException(
+                    f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
+                    "yield batches."
+                )
             step_schedulers(pl_module, "epoch", trainer.current_epoch + 1)
 
     @override
@@ -179,12 +224,22 @@ def step_schedulers(module: Any, interval: str, count: int) -> None:
         module.lr_scheduler_step(config.scheduler, metric)
 
 
-def default_optimizers(declared: Declaration) -> list[Optimizer]:
-    """Return AdamW for both levels: y wants about a tenth of the rate of plain training."""
-    return [
-        AdamW(declared.upper.parameters, lr=1e-2, weight_decay=0.0),
-        AdamW(declared.lower.parameters, lr=1e-4),
-    ]
+def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
+    """Return the optimisers and schedulers that were declared, for ``configure_optimizers``."""
+    usual = partial(AdamW, lr=1e-2, weight_decay=0.0), partial(AdamW, lr=1e-4)
+    found = []
+    for level, given, other, scheduler in zip(
+        declared.levels, declared.optimizers, usual, declared.schedulers, strict=True
+    ):
+        if given is None:
+            rate = other.keywords["lr"]
+            rank_zero_info(f"The {level.name} level has no optimiser: AdamW(lr={rate:g}).")
+        optimizer = (given or other)(level.parameters)
+        made: dict[str, Any] = {"optimizer": optimizer}
+        if scheduler is not None:
+            made["lr_scheduler"] = {"scheduler": scheduler(optimizer), "interval": "step"}
+        found.append(made)
+    return found
 
 
 def _written_buffers(module: nn.Module, declared: Declaration) -> list[Tensor]:
