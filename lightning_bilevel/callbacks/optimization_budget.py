@@ -25,8 +25,8 @@ def seconds(duration: str | float) -> float:
     value = float(match[1]) * _UNITS[match[2]] if match else math.nan
     if not 0.0 < value < math.inf:
         raise ValueError(
-            f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, "
-            "such as 60s."
+            f"budget {duration!r} is not a duration: write a positive number of seconds, or "
+            "one with ms, s, m or h, such as 10m."
         )
     return value
 

@@ -314,7 +314,7 @@ def test_durations(duration: Any, value: float) -> None:
 def test_what_is_no_duration(duration: Any) -> None:
     with pytest.raises(
         ValueError,
-        match="is not a duration: write a positive number with ms, s, m or h, such as 60s",
+        match="is not a duration: write a positive number of seconds, or one with ms",
     ):
         seconds(duration)
 
