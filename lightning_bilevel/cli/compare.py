@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ TRAINER: dict[str, Any] = {
     "val_check_interval": NEVER,
     "num_sanity_val_steps": 0,
     "logger": False,
+    "enable_progress_bar": False,
     "devices": 1,
     "num_nodes": 1,
     "strategy": "auto",
@@ -59,7 +61,8 @@ class Method(BilevelCLI):
     """
 
     def __init__(self, path: Path, budget: float) -> None:
-        super().__init__(["--config", str(path), f"--budget={budget:g}s"], run=False)
+        args = ["--config", str(path), f"--budget={budget:g}s"]
+        super().__init__(args, run=False, save_config_callback=None)  # kept below by ourselves
         self.path = path
         self.text: str = self.parser.dump(self.config, skip_none=False)
         values = yaml.safe_load(self.text)
@@ -235,6 +238,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-spaced", action="store_true", help="spread them on a log axis")
     parser.add_argument("--allow-different-tasks", action="store_true")
     given = parser.parse_args(args)
+    for name in ("lightning.pytorch", "lightning.fabric"):  # what they say of every Trainer
+        logging.getLogger(name).setLevel(logging.WARNING)
     given.out = given.out or Path(f"comparison-{given.configs[0].resolve().stem}-{given.budget}")
     compare(**{**vars(given), "budget": seconds(given.budget)})
     print((given.out / "summary.md").read_text(), f"Written to {given.out}.", sep="\n")

@@ -86,8 +86,11 @@ def test_comparison_writes_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(results_module, "draw", draw)
-    out = tmp_path / "out"
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
+    assert not list(elsewhere.iterdir())
     found = rows(out)
     for method in ("ivsp", "bome"):
         mine = [row for row in found if row["method"] == method]
