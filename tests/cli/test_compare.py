@@ -284,7 +284,7 @@ def test_the_results_of_another_comparison_are_left_alone(
     config = str(small / "bome.yaml")
     call = ["compare", config, "--out", str(out), "--evaluations", "1", "--budget"]
     main([*call, "50ms"])
-    words = "bome was run there with another budget or other settings; name another folder"
+    words = "bome was run there with another budget or settings"
     with pytest.raises(SystemExit):
         main([*call, "60ms"])
     assert words in capsys.readouterr().err
@@ -464,7 +464,7 @@ class TestAModuleOfTheUsers:
         path = self.config(tmp_path, class_path="wrong_modules.Right")
         with pytest.raises(
             ValueError,
-            match=r"`Right` is not told its solver by the config: give its `__init__` an argument",
+            match=r"the config names no solver. Give the model's `__init__` an argument",
         ):
             compare([path], 0.2, tmp_path / "out")
 
