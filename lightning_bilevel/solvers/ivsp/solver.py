@@ -19,12 +19,12 @@ from lightning_bilevel.solvers.ivsp.change import EVERY, MOST, change_of, shorte
 from lightning_bilevel.solvers.ivsp.choose import choose, explain
 from lightning_bilevel.solvers.ivsp.constants import Constants, checked_constants, values_of
 from lightning_bilevel.solvers.ivsp.linesearch import barzilai_borwein, next_excess
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
 from lightning_bilevel.solvers.ivsp.search import (
     Armijo,
-    Merit,
     backtrack,
     check_trials,
     warn_of_ascent,
