@@ -95,7 +95,8 @@ class CertificateMonitor(Monitor):
         # A ModelCheckpoint may look at what it monitors after a step.
         intervals = [getattr(c, "_every_n_train_steps", 0) for c in self._watched_by]
         saved = any(every >= 1 and trainer.global_step % every == 0 for every in intervals)
-        if saved or self.due(pl_module.last_step.iteration):
+        step = pl_module.last_step
+        if step is not None and (saved or self.due(step.iteration)):
             self._look(trainer, pl_module)
 
     @override
