@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse.typing import PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
@@ -59,7 +60,8 @@ class Method(BilevelCLI):
     """
 
     def __init__(self, path: Path, budget: float) -> None:
-        super().__init__(["--config", str(path), f"--budget={budget:g}s"], run=False)
+        fixed = ["--config", str(path), f"--budget={budget:g}s"]
+        super().__init__(fixed, run=False, save_config_callback=None)
         self.path = path
         self.text: str = self.parser.dump(self.config, skip_none=False)
         values = yaml.safe_load(self.text)
@@ -231,7 +233,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("configs", nargs="+", type=lambda name: ready(Path(name)), help=about)
     parser.add_argument("--budget", default="1s", help="time of each method, such as 10m")
     parser.add_argument("--out", type=Path, help="folder (default: comparison-NAME-BUDGET)")
-    parser.add_argument("--evaluations", type=int, default=40, help="spread over the budget")
+    parser.add_argument("--evaluations", type=PositiveInt, default=40, help="over the budget")
     parser.add_argument("--log-spaced", action="store_true", help="spread them on a log axis")
     parser.add_argument("--allow-different-tasks", action="store_true")
     given = parser.parse_args(args)

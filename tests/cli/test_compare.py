@@ -86,6 +86,7 @@ def test_comparison_writes_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(results_module, "draw", draw)
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
     found = rows(out)
@@ -104,6 +105,7 @@ def test_comparison_writes_everything(
     assert summary in capsys.readouterr().out
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "figure.svg").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"small", "out"}
 
 
 def test_all_methods_start_at_the_same_point(tmp_path: Path, small: Path) -> None:
