@@ -30,6 +30,7 @@ __all__ = [
     "backtrack",
     "check_trials",
     "warn_of_ascent",
+    "warn_of_curvature",
     "warn_of_stall",
 ]
 
@@ -253,6 +254,16 @@ def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bo
         f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
         "out for the line search.",
         stacklevel=4,
+    )
+
+
+def warn_of_curvature(L_yy: float, factor: int) -> None:
+    """Warn of an L_yy with which the inner loop diverged; its step was divided by the factor."""
+    warnings.warn(
+        f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={L_yy:g}: the lower level "
+        f"is more curved than that. The step was divided by {factor} and will be divided further "
+        "if need be, without a word.",
+        stacklevel=3,
     )
 
 
