@@ -48,5 +48,6 @@ class OptimizationBudget(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if pl_module.last_step.optimization_time >= self.budget:
+        step = pl_module.last_step
+        if step is not None and step.optimization_time >= self.budget:
             trainer.should_stop = True
