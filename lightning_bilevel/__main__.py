@@ -22,7 +22,7 @@ lightning-bilevel: bilevel optimisation for PyTorch Lightning
 
   min over x, y of f(x, y)    such that y minimises g(x, .)
 
-Try it (finds wrong labels among 600 digits; no download, half a minute):
+Try it (finds wrong labels among 600 digits; no download, under a minute):
   lightning-bilevel fit --config digits/ivsp_default
 
 Commands:

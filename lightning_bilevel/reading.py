@@ -59,7 +59,9 @@ class Tally:
     last_update: int = 0
 
     def add(self, info: StepInfo) -> None:
-        """Count one iteration."""
+        """Count one iteration; the first one of a run begins anew."""
+        if info.iteration == 1:
+            vars(self).update(vars(Tally()))
         self.iterations = info.iteration
         self.inner_iterations += info.inner_iterations
         self.calls += info.calls

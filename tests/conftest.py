@@ -3,6 +3,7 @@
 Some tests run only when they are asked for.
 """
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -89,6 +90,7 @@ def _packages_are_searched_once() -> Iterator[None]:
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+    logging.disable(logging.NOTSET)  # a command may have done so for its process
     assert torch.get_default_dtype() == torch.float32, "a test changed the default dtype"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 
 import yaml
@@ -130,3 +131,14 @@ def test_no_address_is_named_before_it_exists() -> None:
 def test_the_package_is_typed() -> None:
     assert (ROOT / "lightning_bilevel" / "py.typed").exists()
     assert 'lightning_bilevel = ["py.typed"]' in PROJECT
+
+
+def test_the_package_stays_small() -> None:
+    """What a change adds, it takes away elsewhere."""
+    mass = runpy.run_path(str(ROOT / "tools" / "mass.py"))["mass"]
+    counted = mass(ROOT / "lightning_bilevel")
+    assert sum(counted.values()) <= 12_500
+    assert len(counted) <= 130
+    # The base class has the mini-batch mode, which leaves it next.
+    longer = {path.name for path, lines in counted.items() if lines > 250}
+    assert longer <= {"base.py"}

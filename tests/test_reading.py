@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,19 +25,15 @@ from lightning_bilevel import (
     SLM,
     VPBGD,
     BilevelProblem,
-    Box,
     Certificate,
     CertificateReport,
     Envelope,
     FullBatchDataModule,
     IVSPInfo,
     PNGBiO,
-    Simplex,
     SineProblem,
-    certify,
     solve,
 )
-from lightning_bilevel.core.certificate import Certificate as KKT
 from lightning_bilevel.reading import Tally, advice, reading
 
 GOOD = Certificate(
@@ -60,7 +55,6 @@ GOOD = Certificate(
     sigma=1.0,
     delta=1e-3,
     tolerance=1e-9,
-    held_share=0.0,
     qualification="not known",
     theorem="not known: the constraint qualification",
     upper_gradient=0.5,
@@ -345,37 +339,6 @@ class TestNotEnforced:
         told = solve(problem.build(), *problem.at(point), make, 150).reading
         assert "not enforced" not in told
         assert "not converged" not in told
-
-
-class TestHeldShare:
-    def certificate(self, y: float, lower_set: Any) -> KKT:
-        # grad f = (1, -3), grad R = (-(y - x)/2, (y - x)/2) with rho = 1: at multiplier 0 the
-        # gradient in y is -3.
-        problem = BilevelProblem(
-            lambda x, y: x.sum() - 3 * y.sum(),
-            lambda x, y: ((y - x) ** 2).sum() / 2,
-            lower_set=lower_set,
-        )
-        x, start = torch.zeros(1, dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
-        return certify(problem, x, start, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
-
-    def test_inside_nothing_is_held(self) -> None:
-        assert self.certificate(0.5, Box(-1, 1)).held_share == 0.0
-
-    def test_the_bound_that_the_gradient_pushes_against_holds_all_of_it(self) -> None:
-        assert self.certificate(1.0, Box(-1, 1)).held_share == 1.0
-
-    def test_the_other_bound_holds_nothing(self) -> None:
-        assert self.certificate(-1.0, Box(-1, 1)).held_share == 0.0
-
-    def test_part_of_it(self) -> None:
-        """The simplex holds the component along (1, ..., 1): (-1.5, -1.5) of d = (-3, 0)."""
-        problem = BilevelProblem(
-            lambda x, y: -3 * y[0] + 0 * x.sum(), lambda x, y: (y**2).sum() / 2, lower_set=Simplex()
-        )
-        x, y = torch.zeros(1, dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
-        got = certify(problem, x, y, Envelope(rho=1.0, sigma=0.0, delta=0.1), multiplier=0.0)
-        assert got.held_share == pytest.approx(math.sqrt(0.5))
 
 
 class TestTally:

@@ -21,10 +21,10 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 
-__all__ = ["CertificateMonitor", "KKTMonitor", "MoreauGapMonitor", "is_underway"]
+__all__ = ["CertificateMonitor", "KKTMonitor", "MoreauGapMonitor"]
 
 
-def is_underway(trainer: Trainer, pl_module: Any) -> bool:
+def _is_underway(trainer: Trainer, pl_module: Any) -> bool:
     """Return whether a validation belongs to a fit that has made a step.
 
     `Trainer.validate` and the sanity check before training do not.
@@ -95,12 +95,13 @@ class CertificateMonitor(Monitor):
         # A ModelCheckpoint may look at what it monitors after a step.
         intervals = [getattr(c, "_every_n_train_steps", 0) for c in self._watched_by]
         saved = any(every >= 1 and trainer.global_step % every == 0 for every in intervals)
-        if saved or self.due(pl_module.last_step.iteration):
+        step = pl_module.last_step
+        if step is not None and (saved or self.due(step.iteration)):
             self._look(trainer, pl_module)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if is_underway(trainer, pl_module) and (
+        if _is_underway(trainer, pl_module) and (
             self._watched_by or pl_module.may_evaluate(self.share)
         ):
             self._look(trainer, pl_module)

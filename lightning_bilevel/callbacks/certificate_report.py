@@ -84,8 +84,9 @@ class CertificateReport(Callback):
         passes: int = 20,
         envelope: Envelope | None = None,
     ) -> None:
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"`CertificateReport(tolerance={tolerance})` must be positive.")
+        for name, value in (("tolerance", tolerance), ("passes", passes)):
+            if value is not None and not value > 0:
+                raise ValueError(f"`CertificateReport({name}={value})` must be positive.")
         self.tolerance = tolerance
         self.batches = batches
         self.passes = passes
@@ -98,7 +99,8 @@ class CertificateReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tally.add(pl_module.last_step)
+        if pl_module.last_step is not None:
+            self.tally.add(pl_module.last_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -174,8 +174,12 @@ class SolverMonitor(Monitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        info: StepInfo = pl_module.last_step
+        info: StepInfo | None = pl_module.last_step
+        if info is None:
+            return
         self.tally.add(info)
+        if info.iteration == 1:
+            self._before = Tally()
         if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
             self._report(trainer, info)
 

@@ -25,8 +25,8 @@ def seconds(duration: str | float) -> float:
     value = float(match[1]) * _UNITS[match[2]] if match else math.nan
     if not 0.0 < value < math.inf:
         raise ValueError(
-            f"budget {duration!r} is not a duration: write a positive number with ms, s, m or h, "
-            "such as 60s."
+            f"budget {duration!r} is not a duration: write a positive number of seconds, or "
+            "one with ms, s, m or h, such as 10m."
         )
     return value
 
@@ -48,5 +48,6 @@ class OptimizationBudget(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if pl_module.last_step.optimization_time >= self.budget:
+        step = pl_module.last_step
+        if step is not None and step.optimization_time >= self.budget:
             trainer.should_stop = True

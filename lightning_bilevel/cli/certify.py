@@ -119,7 +119,9 @@ def certify(args: Sequence[str]) -> None:
     cli = _Reading("certify", args)
     path = cli.config.ckpt_path
     if not path or not Path(path).is_file():
-        raise MisconfigurationException(f"`certify --ckpt_path {path}`: there is no such file.")
+        raise MisconfigurationException(
+            f"`certify --ckpt_path {path}`: there is no such file. Name one."
+        )
     restore(*cli.run, ckpt_path=path, weights_only=cli.config.weights_only)
     options = {"tolerance": cli.config.tolerance, "proved": cli.config.proved}
     certificate = certificate_of(*cli.run, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,8 +41,8 @@ TRAINER: dict[str, Any] = {
     "val_check_interval": NEVER,
     "num_sanity_val_steps": 0,
     "logger": False,
+    "enable_progress_bar": False,
     "devices": 1,
-    "num_nodes": 1,
     "strategy": "auto",
 }
 
@@ -59,16 +60,15 @@ class Method(BilevelCLI):
     """
 
     def __init__(self, path: Path, budget: float) -> None:
-        super().__init__(["--config", str(path), f"--budget={budget:g}s"], run=False)
-        self.path = path
+        self.path, args = path, ["--config", str(path), f"--budget={budget:g}s"]
+        super().__init__(args, run=False, save_config_callback=None)  # kept below by ourselves
         self.text: str = self.parser.dump(self.config, skip_none=False)
         values = yaml.safe_load(self.text)
         init_args = values["model"].get("init_args") or {}
         if not isinstance(init_args.get("solver"), dict):
             raise ValueError(
-                f"`compare {path}`: `{type(self.model).__name__}` is not told its solver by the "
-                "config: give its `__init__` an argument `solver: SolverCallable = IVSP`, hand it "
-                "to `declare`, and name the solver there."
+                f"`compare {path}`: the config names no solver. Give the model's `__init__` an "
+                "argument `solver: SolverCallable = IVSP`, and hand it to `declare`."
             )
         self.solver = init_args["solver"]["class_path"].rsplit(".", 1)[-1]
         # Solver, rates and units do not change the problem; the envelope is for evaluation only.
@@ -176,14 +176,13 @@ def compare(
         differences = [key for key in first.task if method.task[key] != first.task[key]]
         if differences and not allow_different_tasks:
             raise ValueError(
-                f"`compare`: {name} differs from {first.path.stem} in {', '.join(differences)}. "
-                "That would be unfair; with --allow-different-tasks it is done all the same."
+                f"`compare`: {name} differs from {first.path.stem} in {', '.join(differences)}; "
+                "--allow-different-tasks compares all the same."
             )
         kept = out / name / "config.yaml"
         if kept.exists() and kept.read_text() != method.text:
             raise ValueError(
-                f"`compare --out {out}`: {name} was run there with another budget or other "
-                "settings; name another folder."
+                f"`compare --out {out}`: {name} was run there with another budget or settings."
             )
     # All are judged by the envelope of the first IVSP.
     envelope = next((m.model.envelope for m in methods.values() if m.solver == "IVSP"), None)
@@ -235,6 +234,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-spaced", action="store_true", help="spread them on a log axis")
     parser.add_argument("--allow-different-tasks", action="store_true")
     given = parser.parse_args(args)
+    logging.disable(logging.INFO)  # what Lightning says of every Trainer
     given.out = given.out or Path(f"comparison-{given.configs[0].resolve().stem}-{given.budget}")
     compare(**{**vars(given), "budget": seconds(given.budget)})
     print((given.out / "summary.md").read_text(), f"Written to {given.out}.", sep="\n")

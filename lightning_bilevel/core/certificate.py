@@ -67,8 +67,6 @@ class Certificate:
         sigma: The assumed weak-convexity modulus.
         delta: The relaxation.
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping.
-        held_share: The share of the gradient of the Lagrangian in y that the normal cone of Y
-            absorbs; 0 unless y is on the boundary.
         qualification: Why the constraint qualification (ENNAMCQ) holds or fails, or "not known".
         theorem: Whether the convergence theorem of IVSP covers the problem, as far as its
             assumptions can be seen.
@@ -104,7 +102,6 @@ class Certificate:
     sigma: float
     delta: float
     tolerance: float
-    held_share: float
     qualification: str
     theorem: str
     upper_gradient: float
@@ -237,11 +234,6 @@ def certify(
     below = max(gap.residual, 0.0)
     known = judge(qualification, envelope, problem.lower_set, problem.upper_set)
     distance = norm(y - gap.z)
-    _, gradient_y = lagrangian.gradient(weights)
-    length = norm(gradient_y)
-    free = problem.lower_set.normal_cone_distance(y, gradient_y)
-    # A cone splits a vector into two orthogonal parts (Moreau): the absorbed part and the rest.
-    held_share = math.sqrt(max(1 - (free / length) ** 2, 0.0)) if length > 0.0 else 0.0
     return Certificate(
         stationarity=stationarity(weight),
         feasibility=max(0.0, *residuals.values),
@@ -263,7 +255,6 @@ def certify(
         sigma=envelope.sigma,
         delta=envelope.delta,
         tolerance=tolerance,
-        held_share=held_share,
         qualification=known,
         theorem=theorem(known, problem.upper_set, problem.lower_set, kinks, problem.beyond),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.lower import Function
-from lightning_bilevel.core.passes import Calls, Passes, Residuals, check_finite, leaf
+from lightning_bilevel.core.passes import (
+    Calls,
+    Passes,
+    Residuals,
+    check_finite,
+    check_scalar,
+    leaf,
+)
 
 __all__ = ["evaluate", "stacked"]
+
+_NAME = "A constraint c"
 
 
 def stacked(functions: Sequence[Function]) -> Function:
@@ -39,7 +48,7 @@ def evaluate(terms: Sequence[Function], passes: Passes, x: Tensor, y: Tensor) ->
     values = table[:, 0].tolist()
     gradients = tuple(table[:, 1:].to(w.dtype))
     sums = table[:, 1:].sum(1).tolist()
-    check_finite("A constraint c", values, sums, gradients, (x, y))
+    check_finite(_NAME, values, sums, gradients, (x, y))
     passes.calls += Calls(upper=len(values))
     return Residuals(tuple(values), gradients)
 
@@ -48,6 +57,8 @@ def _rows(term: Function, w: Tensor, split: int) -> Tensor:
     """Return a row for each constraint: its value and its gradient, in float64."""
     with torch.enable_grad():
         values = term(w[:split], w[split:])
+        for value in values:
+            check_scalar(_NAME, value)
         # The constraints of a chunk may share a part of their graph.
         gradients = [
             torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)[0]

@@ -321,8 +321,8 @@ def check_scalar(name: str, value: object) -> None:
             else f"a {type(value).__name__}"
         )
         raise TypeError(
-            f"{NAMES[name]} returned {got}: it must return a scalar tensor, such as a mean or a "
-            "sum."
+            f"{NAMES.get(name, name)} returned {got}: it must return a scalar tensor, such as a "
+            "mean or a sum."
         )
 
 

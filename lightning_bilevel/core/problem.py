@@ -167,7 +167,6 @@ class BilevelProblem:
         self.residual_terms = [stacked(constraints)] if constraints else []
         self.upper_set = upper_set or Free()
         self.lower_set = lower_set or Free()
-        self.units = (1.0, 1.0)
         self.share: tuple[float, float] | None = None
         self._passes = Passes(reduce)
         self._recent = RecentPoints()
@@ -241,7 +240,6 @@ class BilevelProblem:
         inner.residual_terms = [rescaled(term, upper, lower) for term in self.residual_terms]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
-        inner.units = (self.units[0] * upper, self.units[1] * lower)
         inner.calls = Calls()
         return inner
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from lightning_bilevel.core.qualification import (
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.figures import draw_samples
-from lightning_bilevel.modules.networks import fresh_copy, sigmoid_network
+from lightning_bilevel.modules.networks import sigmoid_network
 from lightning_bilevel.plugin.loggers import log_figure, run_folder
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.plugin.schedulers import SchedulerCallable
@@ -96,12 +94,9 @@ class HyperCleaning(BilevelModule):
         self.classes = classes
         self.weighted_mean = weighted_mean
         self.logits = nn.Parameter(torch.zeros(n_train))
-        self._draw: Callable[[], nn.Module] = (
-            partial(sigmoid_network, inputs, hidden, classes)
-            if classifier is None
-            else partial(fresh_copy, classifier)
+        self.classifier = (
+            sigmoid_network(inputs, hidden, classes) if classifier is None else classifier
         )
-        self.classifier = self._draw() if classifier is None else classifier
         qualification: Qualification
         if weighted_mean:
             qualification = "not known for the weighted mean"
@@ -129,10 +124,6 @@ class HyperCleaning(BilevelModule):
     def suspicious(self, count: int) -> Tensor:
         """Return the indices of the ``count`` training samples of lowest weight, lowest first."""
         return torch.argsort(self.logits.detach())[:count]
-
-    def fresh_classifier(self) -> nn.Module:
-        """Return a classifier with the same layers, initialised again."""
-        return self._draw()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of the classes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d
@@ -13,7 +11,6 @@ __all__ = [
     "Conv4",
     "TaskHeads",
     "adapt",
-    "fresh_copy",
     "nearest_centroid",
     "sigmoid_network",
 ]
@@ -67,7 +64,6 @@ class Conv4(nn.Module):
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
         )
-        self.channels = channels
         self.features = channels * (image_size // 16) ** 2
 
     def forward(self, images: Tensor) -> Tensor:
@@ -196,13 +192,3 @@ class MLP(nn.Sequential):
         super().__init__(
             nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
         )
-
-
-def fresh_copy(classifier: nn.Module) -> nn.Module:
-    """Return a copy whose layers are initialised again, all that have ``reset_parameters``."""
-    fresh = copy.deepcopy(classifier)
-    for layer in fresh.modules():
-        reset = getattr(layer, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    return fresh

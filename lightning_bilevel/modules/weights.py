@@ -39,7 +39,6 @@ class _Table(nn.Module):
         optimizer: Makes the torch optimiser that suits them.
     """
 
-    item: ClassVar[str]
     entry: ClassVar[int]
 
     def __init__(self, n: int, bound: float, optimizer: OptimizerCallable) -> None:
@@ -112,7 +111,6 @@ class SampleWeights(_Table):
         tensor([0.5000, 0.5000])
     """
 
-    item = "sample"
     entry = 2
 
     def __init__(self, n: int, bound: float = 8.0) -> None:
@@ -137,6 +135,9 @@ class SampleWeights(_Table):
 
 class _Shares(_Table):
     r"""A few weights that compete: :math:`w_j = k \operatorname{softmax}(x)_j`, with mean 1."""
+
+    # What has a weight, as the figure calls it.
+    item: ClassVar[str]
 
     def __init__(self, k: int, bound: float = 8.0) -> None:
         # Weight decay would pull the weights together.

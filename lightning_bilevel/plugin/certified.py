@@ -63,7 +63,8 @@ class CertifiedPoints(DeclaredLevels):
             buffers: The buffers of that point, see :attr:`written_buffers`.
         """
         x, y = self.point
-        self._run.last = deepcopy(dict(self._module().state_dict()))
+        if self._run.last is None:
+            self._run.last = deepcopy(dict(self._module().state_dict()))
         self._run.certifier.multiplier = multiplier
         self.point = point[0].to(x), point[1].to(y)
         self._run.shown = RESTORED

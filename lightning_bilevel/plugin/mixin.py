@@ -117,8 +117,7 @@ class BilevelMixin(CertifiedPoints):
         else:
             info = stream.step(optimizer, batch)
         self.last_step = info
-        self._run.shown = ""
-        self._run.stamp = None
+        self._run.has_moved()
         if self._run.schedule is not None:
             self._run.schedule.after("step", info.iteration, trainer.callback_metrics)
         if is_logged(trainer, info.iteration):

@@ -53,6 +53,11 @@ class Run:
     shown: str = ""
     stamp: Tensor | None = None
 
+    def has_moved(self) -> None:
+        """Forget which point was written into the module: the run has gone on from there."""
+        self.shown, self.stamp, self.last = "", None, None
+        self.certifier.multiplier = None
+
     def point_name(self, norms: Tensor) -> str:
         """Name the point in the module; the name is empty before the first iteration.
 

@@ -175,7 +175,7 @@ class AID(BatchIteration):
         accuracy = resolution(c["products"], y.dtype)
         solved: Solved
         if c["linear_solver"] == "cg":
-            start = self._last_v(face, y)
+            start = self._last_v(face)
             solved = conjugate_gradients(matrix, right, start, c["N"], c["tolerance"], accuracy)
         else:
             start = self._first_v(face, right, beta)
@@ -252,14 +252,14 @@ class AID(BatchIteration):
         """Whether the next iteration starts at v."""
         return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
 
-    def _last_v(self, face: Face, y: Tensor) -> Tensor | None:
+    def _last_v(self, face: Face) -> Tensor | None:
         return face.tangent(self.memory["v"]) if "v" in self.memory else None
 
     def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
         """Return where the steps of v start: the series has its first term."""
         if self.constants["linear_solver"] == "neumann":
             return (self.constants["eta"] or beta) * right
-        v = self._last_v(face, right)
+        v = self._last_v(face)
         return 0.0 * right if v is None else v
 
     def _warn(self, solved: Solved) -> None:

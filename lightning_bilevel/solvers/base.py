@@ -52,7 +52,7 @@ class BilevelOptimizer(LevelSteps, ABC):
             or a missing one is the paper's step, and for ``"inner"`` a twin of the lower one.
     """
 
-    # Whether the method strengthens a penalty. Its record is then a `PenaltyInfo`.
+    # Whether the method penalises further residuals too, and takes a problem with a single level.
     penalised: ClassVar[bool] = False
     # Whether it may run on mini-batches: it compares no values of different batches. It then
     # implements `directions`, or is a `BatchIteration`.

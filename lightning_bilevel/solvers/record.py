@@ -229,11 +229,6 @@ class PenaltyInfo(StepInfo):
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "residual", "gamma")
 
     @property
-    def violation(self) -> float:
-        """How far the constraints are violated, as the solver sees them."""
-        return max(self.residual, 0.0)
-
-    @property
     def omega(self) -> float:
         r""":math:`\omega_{k+1} = \|w^{k+1} - w^k\| / \mu_k`, which bounds the stationarity."""
         return self.step / self.mu

@@ -434,6 +434,16 @@ class TestSolverMonitor:
         assert series(logger, "passes")[23] == monitor.tally.calls.passes
         assert bool(series(logger, "mean_trials")) == solver.is_ivsp
 
+    def test_a_second_run_counts_anew(self, tmp_path: Path) -> None:
+        monitor = SolverMonitor()
+        for steps in (3, 1, 2):
+            run = trainer(tmp_path, max_steps=steps, callbacks=[monitor])
+            run.fit(Weighting(), datamodule=weighting_data())
+            assert monitor.tally.iterations == steps
+            assert monitor.tally.calls.upper >= steps
+            mean = float(run.callback_metrics["bilevel/mean_inner_iterations"])
+            assert 0 < mean <= monitor.tally.inner_iterations
+
 
 class TestIntervals:
     def looks(self, tmp_path: Path, steps: int = 20, **kwargs: Any) -> list[int]:

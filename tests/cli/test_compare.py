@@ -86,8 +86,11 @@ def test_comparison_writes_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(results_module, "draw", draw)
-    out = tmp_path / "out"
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     main(["compare", str(small), "--budget", "200ms", "--out", str(out), "--evaluations", "5"])
+    assert not list(elsewhere.iterdir())
     found = rows(out)
     for method in ("ivsp", "bome"):
         mine = [row for row in found if row["method"] == method]
@@ -281,7 +284,7 @@ def test_the_results_of_another_comparison_are_left_alone(
     config = str(small / "bome.yaml")
     call = ["compare", config, "--out", str(out), "--evaluations", "1", "--budget"]
     main([*call, "50ms"])
-    words = "bome was run there with another budget or other settings; name another folder"
+    words = "bome was run there with another budget or settings"
     with pytest.raises(SystemExit):
         main([*call, "60ms"])
     assert words in capsys.readouterr().err
@@ -314,7 +317,7 @@ def test_durations(duration: Any, value: float) -> None:
 def test_what_is_no_duration(duration: Any) -> None:
     with pytest.raises(
         ValueError,
-        match="is not a duration: write a positive number with ms, s, m or h, such as 60s",
+        match="is not a duration: write a positive number of seconds, or one with ms",
     ):
         seconds(duration)
 
@@ -461,7 +464,7 @@ class TestAModuleOfTheUsers:
         path = self.config(tmp_path, class_path="wrong_modules.Right")
         with pytest.raises(
             ValueError,
-            match=r"`Right` is not told its solver by the config: give its `__init__` an argument",
+            match=r"the config names no solver. Give the model's `__init__` an argument",
         ):
             compare([path], 0.2, tmp_path / "out")
 

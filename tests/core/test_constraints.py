@@ -126,6 +126,13 @@ def test_a_value_that_is_not_finite() -> None:
         problem.residuals(X, Y)
 
 
+def test_a_value_that_is_no_scalar() -> None:
+    problem = made(constraints=[lambda x, y: y[:1]])
+    message = r"^A constraint c returned a tensor of shape \(1,\): it must return a scalar"
+    with pytest.raises(TypeError, match=message):
+        problem.residuals(X, Y)
+
+
 class TestSingleLevel:
     def test_there_is_no_lower_level(self) -> None:
         problem = BilevelProblem(f, None, constraints=[budget])

@@ -125,15 +125,6 @@ def test_unknown_corruption_has_no_auroc(tmp_path: Any) -> None:
     assert "missed_errors" not in run.callback_metrics
 
 
-def test_a_fresh_classifier_has_the_layers_and_other_numbers() -> None:
-    for ours in (module(), module(classifier=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))):
-        torch.manual_seed(1)
-        fresh = ours.fresh_classifier()
-        assert str(fresh) == str(ours.classifier)
-        for mine, new in zip(ours.classifier.parameters(), fresh.parameters(), strict=True):
-            assert not torch.equal(mine, new)
-
-
 def test_qualification_is_the_papers_corollary(tmp_path: Any) -> None:
     ours = module()
     trainer(tmp_path, max_steps=1).fit(ours, datamodule=data())

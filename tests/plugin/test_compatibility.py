@@ -50,6 +50,7 @@ from lightning_bilevel import (
     KKTMonitor,
     LastCheckpoint,
     MoreauGapMonitor,
+    OptimizationBudget,
     PenaltyMonitor,
     SolverCallable,
     SolverMonitor,
@@ -346,6 +347,31 @@ def test_a_run_resumed_after_restore_best_goes_on_from_its_last_point(tmp_path: 
     assert same_parameters(resumed, plain)
 
 
+def test_a_run_goes_on_from_its_last_point_whatever_was_restored(tmp_path: Path) -> None:
+    module, run = fitted(tmp_path)
+    x, y = module.point
+    for factor in (0.5, 0.25):
+        module.restore((factor * x, factor * y), 1.0)
+    run.save_checkpoint(tmp_path / "twice.ckpt")
+    saved = torch.load(tmp_path / "twice.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["logits"], 0.25 * x)
+    assert torch.equal(saved["lightning_bilevel"]["last"]["logits"], x)
+
+
+def test_a_run_that_goes_on_after_restore_has_its_own_point_and_multiplier(tmp_path: Path) -> None:
+    class Back(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if module.last_step.iteration == 3:
+                module.restore(module.point, 123.0)
+
+    module, run = fitted(tmp_path, callbacks=[Back()])
+    certificate = module.certify()
+    assert certificate.multiplier == module.last_step.multiplier
+    run.save_checkpoint(tmp_path / "on.ckpt")
+    saved = torch.load(tmp_path / "on.ckpt", weights_only=True)
+    assert "last" not in saved["lightning_bilevel"]
+
+
 class TestFrozen:
     def test_what_is_frozen_after_declare_stays(self, tmp_path: Path) -> None:
         module = Weighting()
@@ -450,6 +476,20 @@ class TestTrainingStep:
                 super().training_step(batch, batch_idx)
 
         assert same_parameters(fitted(tmp_path, Mine())[0], fitted(tmp_path)[0])
+
+    def test_one_that_never_steps_is_noticed_with_callbacks_too(self, tmp_path: Path) -> None:
+        class Mine(Weighting):
+            def training_step(self, batch: Any, batch_idx: int = 0) -> None: ...
+
+        callbacks = [
+            CertificateReport(),
+            KKTMonitor(every_n_steps=1),
+            OptimizationBudget("1m"),
+            PenaltyMonitor(),
+            SolverMonitor(),
+        ]
+        with pytest.raises(MisconfigurationException, match="made no outer iteration"):
+            fitted(tmp_path, Mine(), max_epochs=1, callbacks=callbacks)
 
     @pytest.mark.parametrize("optimizers", [1, 2])
     def test_another_optimizer_is_refused(self, tmp_path: Path, optimizers: int) -> None:

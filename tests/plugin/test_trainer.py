@@ -197,9 +197,11 @@ def test_certificate_report_prints_and_publishes(
     assert json.loads(json.dumps(certificate.as_dict()))["delta"] == 1e-3
 
 
-def test_certificate_report_refuses_a_tolerance_of_zero() -> None:
+def test_certificate_report_refuses_no_tolerance_and_no_passes() -> None:
     with pytest.raises(ValueError, match=r"`CertificateReport\(tolerance=0.0\)` must be positive"):
         CertificateReport(tolerance=0.0)
+    with pytest.raises(ValueError, match=r"passes=0\)` must be positive"):
+        CertificateReport(passes=0)
 
 
 def test_progress_bar_shows_the_solver(tmp_path: Any) -> None:

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.ivsp.choose import explain
+from lightning_bilevel.solvers.ivsp.choose import choose, explain
 from lightning_bilevel.solvers.ivsp.constants import PAPER, missing_constants
 from lightning_bilevel.solvers.ivsp.penalty import smoothing_function
 from lightning_bilevel.solvers.proved import ProvedPoint, best, changed_lately
@@ -76,6 +79,14 @@ class Answers(BilevelOptimizer):
                 "all iterations the same data, or run as long again"
             )
         return "no recent iteration was on all data and left the penalty alone: run longer"
+
+    @torch.no_grad()
+    def probe(self, problem: BilevelProblem) -> list[tuple[str, str]]:
+        """Return the constants that a run from here would choose, with values and origins."""
+        scaled = self._in_units(problem)
+        rows = explain(choose(scaled, *self._read(scaled), self.constants))
+        problem.calls = scaled.calls
+        return rows
 
     def safe_L(
         self, L_f: float = 0.0, L_R: float = 0.0, *, theta_hat: float | None = None

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_bilevel.core.vectors import dot
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.point import Point
-from lightning_bilevel.solvers.ivsp.search import Merit
 
 __all__ = ["EVERY", "MOST", "Change", "change_of", "shortening"]
 

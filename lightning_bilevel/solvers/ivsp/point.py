@@ -68,6 +68,13 @@ class Point:
         """X and y."""
         return self.w[: self.split], self.w[self.split :]
 
+    def differs(self, f: float, residual: float) -> bool:
+        """Compare with f and R at the same point, up to rounding and the accuracy of z."""
+        rounding = 30 * torch.finfo(self.w.dtype).eps
+        apart = abs(self.f - f), abs(self.residual - residual)
+        allowed = rounding * max(abs(f), abs(self.f)), self.zeta + rounding * abs(self.lower)
+        return apart[0] > allowed[0] or apart[1] > allowed[1]
+
 
 @dataclass(frozen=True)
 class Glimpse:

@@ -18,6 +18,7 @@ from lightning_bilevel.core.moreau import gradient_error
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
+from lightning_bilevel.solvers.ivsp.merit import Merit, rounding
 from lightning_bilevel.solvers.ivsp.penalty import (
     inverse_penalty,
     matching_factor,
@@ -27,7 +28,6 @@ from lightning_bilevel.solvers.ivsp.penalty import (
     smoothing_parameter,
 )
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
-from lightning_bilevel.solvers.ivsp.search import Merit, rounding
 
 __all__ = ["Own", "Paper", "adapted_accuracy", "rules_for"]
 

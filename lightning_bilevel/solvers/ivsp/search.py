@@ -1,4 +1,4 @@
-"""One line search of IVSP: the merit function, and the Armijo test of its trials."""
+"""One line search of IVSP: its trials, and their Armijo test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,59 +20,22 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import Constants
 from lightning_bilevel.solvers.ivsp.linesearch import allowance
-from lightning_bilevel.solvers.ivsp.penalty import Smoothing
+from lightning_bilevel.solvers.ivsp.merit import Merit, rounding
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Glimpse, Point
+from lightning_bilevel.solvers.ivsp.rules import Paper
 
 __all__ = [
     "Armijo",
-    "Merit",
     "Trial",
     "backtrack",
     "check_trials",
-    "rounding",
     "warn_of_ascent",
+    "warn_of_curvature",
     "warn_of_stall",
 ]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 _MAX_FAILURES = 5
-
-
-@dataclass(frozen=True)
-class Merit:
-    r"""The smoothed exact penalty :math:`\gamma f + \sum_i \phi_\mu(r_i)`.
-
-    The residual :math:`r_0` is :math:`\tilde R`; others are of a problem that has further ones.
-
-    Attributes:
-        gamma: The inverse penalty.
-        mu: The smoothing.
-        phi: The smoothed plus function.
-    """
-
-    gamma: float
-    mu: float
-    phi: Smoothing
-
-    def value(self, point: Point | Glimpse, extra: float = 0.0) -> float:
-        r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
-        R, *others = point.residuals
-        total = self.gamma * point.f + self.phi.value(R + extra, self.mu)
-        return total + sum(self.phi.value(residual, self.mu) for residual in others)
-
-    def weight(self, point: Point) -> float:
-        r"""Return :math:`\phi_\mu'(\tilde R)`."""
-        return self.phi.slope(point.residual, self.mu)
-
-    def direction(self, point: Point) -> Tensor:
-        r"""Return :math:`\gamma \nabla f + \sum_i \phi_\mu'(r_i) \nabla r_i`.
-
-        It is computed anew for each trial, to save memory while the trial is evaluated.
-        """
-        moved = self.gamma * point.grad_f
-        for residual, gradient in zip(point.residuals, point.gradients, strict=True):
-            moved.add_(gradient, alpha=self.phi.slope(residual, self.mu))
-        return moved
 
 
 @dataclass(frozen=True)
@@ -101,27 +63,6 @@ class Trial:
             f"the last trial has merit {self.merit:.9g}, to be at most {self.bound:.9g}, after a "
             f"step of {self.step:.3g}."
         )
-
-
-class LineSearchRules(Protocol):
-    """The part of the rules that trials use."""
-
-    def slack(self, here: Point, there: Point | Glimpse, gamma: float) -> float: ...
-
-    def retry(self, L: float, seen: Callable[[], float]) -> float: ...
-
-    def allowed_at(self, L: float) -> float: ...
-
-    def inner_start(self, evaluate: Evaluator, here: Point, w: Tensor) -> Tensor: ...
-
-    @property
-    def trial_cap(self) -> int: ...
-
-    @property
-    def gives_up_early(self) -> bool: ...
-
-    @property
-    def rejects_early(self) -> bool: ...
 
 
 class Armijo:
@@ -163,7 +104,7 @@ class Armijo:
         merit: Merit,
         feasible: ConvexSet,
         constants: Constants,
-        rules: LineSearchRules,
+        rules: Paper,
         error: float,
         zeta: float,
         excess: float,
@@ -187,7 +128,7 @@ class Armijo:
         moved = merit.direction(here).mul_(merit.mu / L)
         w = self.feasible.project(torch.sub(here.w, moved, out=moved))
         del moved
-        d = distance(w, here.w, here.split)
+        d = _distance(w, here.w, here.split)
 
         def seen() -> float:
             """Return the curvature of the merit on the way to the trial."""
@@ -251,14 +192,7 @@ class Armijo:
             raise error
 
 
-def rounding(here: Point, there: Point | Glimpse, gamma: float) -> float:
-    """Return the rounding error of the values that the Armijo test compares."""
-    size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
-    size += sum(map(abs, (*here.residuals[1:], *there.residuals[1:])))
-    return float(torch.finfo(here.w.dtype).eps * size)
-
-
-def distance(a: Tensor, b: Tensor, split: int) -> float:
+def _distance(a: Tensor, b: Tensor, split: int) -> float:
     """Return the distance of two points; each level is summed on its own.
 
     x may be one number and y a million.
@@ -320,6 +254,16 @@ def warn_of_ascent(fixed_L: float, safe: float, iteration: int, merit: float, bo
         f"only above L_safe, which is {safe:.3g} or more here: make fixed_L larger, or leave it "
         "out for the line search.",
         stacklevel=4,
+    )
+
+
+def warn_of_curvature(L_yy: float, factor: int) -> None:
+    """Warn of an L_yy with which the inner loop diverged; its step was divided by the factor."""
+    warnings.warn(
+        f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={L_yy:g}: the lower level "
+        f"is more curved than that. The step was divided by {factor} and will be divided further "
+        "if need be, without a word.",
+        stacklevel=3,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,18 +15,19 @@ from lightning_bilevel.core.sets import Product
 from lightning_bilevel.solvers.arguments import arguments_of
 from lightning_bilevel.solvers.ivsp.answers import Answers
 from lightning_bilevel.solvers.ivsp.change import EVERY, MOST, change_of, shortening
-from lightning_bilevel.solvers.ivsp.choose import choose, explain
+from lightning_bilevel.solvers.ivsp.choose import choose
 from lightning_bilevel.solvers.ivsp.constants import Constants, checked_constants, values_of
 from lightning_bilevel.solvers.ivsp.linesearch import barzilai_borwein, next_excess
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Point
 from lightning_bilevel.solvers.ivsp.rules import Paper, rules_for
 from lightning_bilevel.solvers.ivsp.search import (
     Armijo,
-    Merit,
     backtrack,
     check_trials,
     warn_of_ascent,
+    warn_of_curvature,
     warn_of_stall,
 )
 from lightning_bilevel.solvers.proved import keep, restart
@@ -141,7 +141,6 @@ class IVSP(Answers):
     """
 
     penalised: ClassVar[bool] = True
-    for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
         self,
@@ -185,14 +184,6 @@ class IVSP(Answers):
             return self._shortened()
         self._set(choose(problem, x, y, self.constants))
         return float(self.constants["own_unit"])
-
-    @torch.no_grad()
-    def probe(self, problem: BilevelProblem) -> list[tuple[str, str]]:
-        """Return the constants that a run from here would choose, with values and origins."""
-        scaled = self._in_units(problem)
-        rows = explain(choose(scaled, *self._read(scaled), self.constants))
-        problem.calls = scaled.calls
-        return rows
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -326,8 +317,7 @@ class IVSP(Answers):
         of the line search, which mixes no gradients of two problems.
         """
         super().problem_changed()
-        self._known = None
-        self._at = None
+        self._known = self._at = None
         restart(self.memory)
         for name in ("excess", "weight"):
             self.memory.pop(name, None)
@@ -375,7 +365,7 @@ class IVSP(Answers):
             point = evaluate.at(w, y, zeta)
         else:
             point, same = evaluate.again(w, z, zeta, memory["f"], memory["residual"])
-            if not same and _is_another(point, memory["f"], memory["residual"]):
+            if not same and point.differs(memory["f"], memory["residual"]):
                 memory["changed"] = memory["iteration"]
         if same and self._loaded:
             problem.calls = calls  # not counted: an uninterrupted run would not need these calls
@@ -403,17 +393,4 @@ class IVSP(Answers):
             self.memory["halvings"] = 0
             self._known = None  # R has another rho now
         else:
-            warnings.warn(
-                f"The inner loop diverged with its step 1/(L_yy + 1/rho), L_yy={c.L_yy:g}: the "
-                f"lower level is more curved than that. The step was divided by {factor} and will "
-                "be divided further if need be, without a word.",
-                stacklevel=2,
-            )
-
-
-def _is_another(point: Point, f: float, residual: float) -> bool:
-    """Tell whether the values at a point differ by more than rounding and inexactness allow."""
-    rounding = 30 * torch.finfo(point.w.dtype).eps
-    return abs(point.f - f) > rounding * max(abs(f), abs(point.f)) or abs(
-        point.residual - residual
-    ) > point.zeta + rounding * abs(point.lower)
+            warn_of_curvature(c.L_yy, factor)

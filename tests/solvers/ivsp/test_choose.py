@@ -17,9 +17,9 @@ from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
 from lightning_bilevel.core.moreau import Envelope, gradient_error
 from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.penalty import Huber
 from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
-from lightning_bilevel.solvers.ivsp.search import Merit
 
 DOUBLE = torch.float64
 CURVATURES = torch.tensor([0.1, 2.0, -0.5, 1.0], dtype=DOUBLE)

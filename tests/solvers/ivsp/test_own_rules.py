@@ -25,10 +25,10 @@ from lightning_bilevel import (
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
 from lightning_bilevel.solvers.ivsp.point import Point
 from lightning_bilevel.solvers.ivsp.rules import Own, Paper
-from lightning_bilevel.solvers.ivsp.search import Merit
 
 DOUBLE = torch.float64
 

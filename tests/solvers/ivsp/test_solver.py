@@ -287,7 +287,6 @@ class TestStep:
             assert info.lower == pytest.approx(exact.lower, rel=1e-12)
             assert info.step == pytest.approx(float((torch.cat([x, y]) - before).norm()), abs=1e-12)
             assert info.residual - 1e-12 <= exact.residual <= info.residual + info.zeta + 1e-12
-            assert info.violation == max(info.residual, 0.0)
             assert optimizer.multiplier == info.multiplier
             assert all(group["lr"] == info.mu / info.L for group in optimizer.param_groups)
 
