@@ -187,7 +187,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     )
     assert sorted(named) == public_names()
     page = PAGES[STOCHASTIC]
-    methods = re.findall(r"^\.\. autoclass:: (?:lightning_bilevel\.stochastic\.)?(\w+)$", page, re.M)
+    methods = re.findall(
+        r"^\.\. autoclass:: (?:lightning_bilevel\.stochastic\.)?(\w+)$", page, re.M
+    )
     assert sorted(methods) == sorted(name for name in vars(stochastic) if name[0].isupper())
 
 
