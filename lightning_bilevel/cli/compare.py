@@ -44,6 +44,12 @@ TRAINER: dict[str, Any] = {
     "num_nodes": 1,
     "strategy": "auto",
 }
+# What names and tunes a method: it does not change the problem. The envelope is for evaluation only.
+_METHOD = (
+    *("solver", "upper_unit", "lower_unit", "envelope"),
+    *("method", "gradient_clip_val", "accumulate", "skip_nonfinite"),
+    *(f"{level}_{what}" for level in ("upper", "lower") for what in ("optimizer", "scheduler")),
+)
 
 
 class Method(BilevelCLI):
@@ -59,20 +65,24 @@ class Method(BilevelCLI):
     """
 
     def __init__(self, path: Path, budget: float) -> None:
-        super().__init__(["--config", str(path), f"--budget={budget:g}s"], run=False)
+        super().__init__(
+            ["--config", str(path), f"--budget={budget:g}s"],
+            run=False,
+            save_config_callback=None,  # the folder of the results has the config
+        )
         self.path = path
         self.text: str = self.parser.dump(self.config, skip_none=False)
         values = yaml.safe_load(self.text)
         init_args = values["model"].get("init_args") or {}
-        if not isinstance(init_args.get("solver"), dict):
+        named = init_args.get("solver") or init_args.get("method")
+        if not isinstance(named, dict):
             raise ValueError(
-                f"`compare {path}`: `{type(self.model).__name__}` is not told its solver by the "
-                "config: give its `__init__` an argument `solver: SolverCallable = IVSP`, hand it "
-                "to `declare`, and name the solver there."
+                f"`compare {path}`: the config names neither a `solver` nor a `method` of "
+                f"`{type(self.model).__name__}`. Its `__init__` must have such an argument and "
+                "hand it to `declare`."
             )
-        self.solver = init_args["solver"]["class_path"].rsplit(".", 1)[-1]
-        # Solver, rates and units do not change the problem; the envelope is for evaluation only.
-        for argument in ("solver", "scheduler", "upper_unit", "lower_unit", "envelope"):
+        self.solver = named["class_path"].rsplit(".", 1)[-1]
+        for argument in _METHOD:
             init_args.pop(argument, None)
         # A growing sample ends with all data: it is a way to solve the same task.
         (values["data"].get("init_args") or {}).pop("growing", None)

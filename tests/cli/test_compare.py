@@ -461,7 +461,7 @@ class TestAModuleOfTheUsers:
         path = self.config(tmp_path, class_path="wrong_modules.Right")
         with pytest.raises(
             ValueError,
-            match=r"`Right` is not told its solver by the config: give its `__init__` an argument",
+            match="the config names neither a `solver` nor a `method` of `Right`",
         ):
             compare([path], 0.2, tmp_path / "out")
 
