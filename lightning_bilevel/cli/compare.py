@@ -44,7 +44,7 @@ TRAINER: dict[str, Any] = {
     "num_nodes": 1,
     "strategy": "auto",
 }
-# What names and tunes a method: it does not change the problem. The envelope is for evaluation only.
+# What names and tunes a method does not change the problem; the envelope is for evaluation only.
 _METHOD = (
     *("solver", "upper_unit", "lower_unit", "envelope"),
     *("method", "gradient_clip_val", "accumulate", "skip_nonfinite"),

@@ -137,7 +137,8 @@ class HyperCleaning(Reweighting):
         """The mean weighted loss on noisy data, or the weighted mean."""
         if self.weighted_mean:
             return super().lower_loss(batch, losses)
-        return (self.weights(batch[2]) * losses).mean()
+        weights: Tensor = self.weights(batch[2])
+        return (weights * losses).mean()
 
     def suspicion(self, data: Any) -> Tensor:
         # Beyond a logit of 17 all weights are 1 in float32.

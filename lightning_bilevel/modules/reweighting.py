@@ -89,7 +89,7 @@ class Reweighting(BilevelModule):
         self.weights = weights
         self.loss = partial(cross_entropy, reduction="none") if loss is None else loss
         given = method is not None or upper_optimizer is not None or lower_optimizer is not None
-        if solver is None and (given or self.default_solver is None):
+        if solver is None and (given or type(self).default_solver is None):
             method = method or StreamingIVSP()
             upper_optimizer = upper_optimizer or getattr(weights, "optimizer", None)
         self.declare(

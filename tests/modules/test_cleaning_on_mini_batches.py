@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import TensorDataset
 
-from lightning_bilevel import IVSP, CleaningData, Envelope, HyperCleaning
 from lightning_bilevel import F2SA as ExactF2SA
+from lightning_bilevel import IVSP, CleaningData, Envelope, HyperCleaning
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.modules.networks import MLP
