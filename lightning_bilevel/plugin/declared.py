@@ -121,6 +121,12 @@ class DeclaredLevels:
                 "`configure_optimizers` a torch optimiser for each level."
             )
         clip = gradient_clip_val
+        steps = upper_scheduler, lower_scheduler, clip, None if accumulate == 1 else accumulate
+        if not by_torch and any(given is not None for given in steps):
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` was given schedulers, `gradient_clip_val` or "
+                "`accumulate`, which are for mini-batches: name a method or an optimiser too."
+            )
         call = f"{type(self).__name__}.declare"
         self._declaration = Declaration(
             Level(call, "upper", upper, upper_set),

@@ -290,6 +290,8 @@ def test_with_a_solver_it_is_exact(tmp_path: Path) -> None:
     assert module.mini_batches is None
     with pytest.raises(ValueError, match="give one of the two"):
         Reweighting(network(), SampleWeights(3), solver=BOME, method=F2SA())
+    with pytest.raises(ValueError, match="are for mini-batches: name a method or an optimiser"):
+        Reweighting(network(), SampleWeights(3), solver=BOME, accumulate=2)
 
 
 def test_clipping_and_accumulation_reach_the_step(tmp_path: Path) -> None:
