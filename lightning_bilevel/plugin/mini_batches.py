@@ -49,6 +49,7 @@ class MiniBatches(Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
         self._watched = False
         self._sample: list[Any] = []
         self._whole: tuple[int, Data] | None = None
@@ -85,6 +86,15 @@ class MiniBatches(Callback):
             shadow_optimizers=[copy_optimizer(o.optimizer, copies) for o in lower],
         )
         self._resume()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # In the middle of an epoch the loaders had started before the state was saved.
+        if self._random is not None and batch_idx > 0:
+            _restore_random_state(pl_module.device, self._random)
+        self._random = None
 
     def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
         """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
@@ -156,7 +166,8 @@ class MiniBatches(Callback):
             return
         self.step.load(self._saved)
         # Before the loaders start, because they draw the order of the samples.
-        _restore_random_state(self.step.module.device, self._saved["random"])
+        self._random = self._saved["random"]
+        _restore_random_state(self.step.module.device, self._random)
         self._saved = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -64,8 +65,9 @@ class Options:
                 raise ValueError(f"`declare(gradient_clip_val={value})` must be positive.")
 
 
+# In YAML a class path names a method: jsonargparse allows no subclass of a mere dataclass.
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """A method on mini-batches: constants, and the gradients of a step.
 
     Args:
@@ -93,12 +95,12 @@ class Method:
         after = k + 1 - self.warmup
         return after > 0 and after % self.x_every == 0
 
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> None:  # noqa: B027 (most start at y)
         """Set the second copy of the lower level, if it does not start at y."""
 
+    @abstractmethod
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         """Add the gradients on a batch of both levels to those of x, y and z."""
-        raise NotImplementedError
 
 
 @dataclass
