@@ -141,7 +141,6 @@ class IVSP(Answers):
     """
 
     penalised: ClassVar[bool] = True
-    for_mini_batches: ClassVar[str] = "StreamingIVSP"
 
     def __init__(
         self,
