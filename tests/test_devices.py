@@ -59,8 +59,6 @@ ON_THE_HOST = {
     "core.sets": "the bounds are kept there, and copied once for each device of a variable",
     "plugin.buffers": "one generator draws the same numbers on every device",
     "plugin.loggers": "loggers and progress bars read them",
-    "plugin.random_numbers": "a seed, drawn from the generator that users seed",
-    "solvers.torch_rule": "experiments on eight numbers",
 }
 
 
@@ -108,9 +106,9 @@ class TestFactories:
         fixed = {
             (module, device)
             for module, call in factory_calls()
-            if (device := device_of(call)) is not None and device.startswith(("'", "_HOST"))
+            if (device := device_of(call)) is not None and device.startswith("'")
         }
-        assert {device for _, device in fixed} == {"'cpu'", "_HOST"}
+        assert {device for _, device in fixed} == {"'cpu'"}
         assert {module for module, _ in fixed} == set(ON_THE_HOST)
 
     def test_none_is_called_by_another_name(self) -> None:

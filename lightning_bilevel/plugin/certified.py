@@ -16,6 +16,7 @@ from lightning_bilevel.plugin.buffers import write_buffers
 from lightning_bilevel.plugin.declared import DeclaredLevels
 from lightning_bilevel.plugin.run import RESTORED
 from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solvers.record import StreamInfo
 
 __all__ = ["CertifiedPoints"]
 
@@ -120,6 +121,9 @@ class CertifiedPoints(DeclaredLevels):
         if stream is not None:
             problem, data = stream.evaluated(batch, sample, batches)
             name = f"the last iterate, step {iteration}"
+            tracked = declared.method is not None and declared.method.envelope is not None
+            if multiplier is None and tracked and isinstance(self.last_step, StreamInfo):
+                multiplier = float(self.last_step.multiplier)
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.

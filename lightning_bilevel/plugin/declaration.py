@@ -148,6 +148,11 @@ class Declaration:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
+            if unit != 1.0 and (self.method is not None or any(self.optimizers)):
+                raise ValueError(
+                    f"`{self.upper.call}({name}={unit})` is for an exact solver: on mini-batches "
+                    "the rate of the level's optimiser takes its place."
+                )
 
     @property
     def levels(self) -> tuple[Level, Level]:

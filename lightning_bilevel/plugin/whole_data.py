@@ -80,9 +80,9 @@ def problem_on_data(module: Any, declared: Declaration, trainer: Any, data: Data
     sets = declared.upper.feasible, declared.lower.feasible
     problem = problem_of(functions, data.batch, *sets)
     if trainer is not None and trainer.world_size > 1:
-        mine = torch.tensor(_samples(data.batch), dtype=torch.float64).clamp(min=1)
-        sums = total(mine.to(trainer.strategy.root_device, copy=True)).cpu()
-        upper, lower = (mine / sums).tolist()
+        device = trainer.strategy.root_device
+        mine = torch.tensor(_samples(data.batch), dtype=torch.float64, device=device).clamp(min=1)
+        upper, lower = (mine / total(mine.clone())).tolist()
         problem = problem.on_this_rank(upper, lower, total)
     return problem
 
