@@ -22,7 +22,6 @@ FLOORS: list[set[str]] = [
 TORCH_ONLY = {"core", "solvers", "stochastic", "reading", "solving"}
 PUBLIC = [
     "AID",
-    "Adaptation",
     "BOME",
     "Ball",
     "BilevelError",
@@ -93,8 +92,6 @@ PUBLIC = [
     "Splits",
     "StepInfo",
     "StreamInfo",
-    "StreamingIVSP",
-    "TableRMS",
     "StrictlyConvex",
     "TaskEpisodes",
     "VPBGD",

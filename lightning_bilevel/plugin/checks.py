@@ -23,17 +23,13 @@ __all__ = [
 ]
 
 
-def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: bool) -> None:
-    """Refuse a precision that does not resolve the differences that a solver takes."""
-    allowed = ["32-true", "64-true"]
-    if mini_batches and not solver.takes_differences:
-        allowed.append("bf16-mixed")
-    if trainer.precision not in allowed:
-        where = "mini-batches" if mini_batches else "all data"
+def check_precision(trainer: Any, solver: BilevelOptimizer) -> None:
+    """Refuse a precision that does not resolve the differences that an exact solver takes."""
+    if trainer.precision not in ("32-true", "64-true"):
         raise MisconfigurationException(
             f"`Trainer(precision={trainer.precision!r})` is not supported with "
-            f"{type(solver).__name__} on {where}: small differences of large numbers would be "
-            f"lost. Use {' or '.join(allowed)}."
+            f"{type(solver).__name__} on all data: small differences of large numbers would be "
+            "lost. Use 32-true or 64-true."
         )
 
 

@@ -10,18 +10,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.plugin.batches import BatchProblem, check_batch
+from lightning_bilevel.plugin.batches import ON_MINI_BATCHES, BatchProblem, check_batch
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
 from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import shared_problem
 from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
@@ -36,10 +34,6 @@ class DeclaredLevels:
     default_solver: ClassVar[SolverCallable | None] = None
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
-    upper_features: Callable[..., Any] | None = None
-    upper_gradient: Callable[..., Any] | None = None
-    lower_gradient: Callable[..., Any] | None = None
-    upper_indices: Callable[..., Tensor] | None = None
     _mini_batches: MiniBatches | None = None
 
     def declare(
@@ -54,8 +48,6 @@ class DeclaredLevels:
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
         qualification: Qualification = "not known",
-        scheduler: SchedulerDeclared | None = None,
-        adaptation: Adaptation | None = None,
         method: Method | None = None,
         upper_optimizer: OptimizerCallable | None = None,
         lower_optimizer: OptimizerCallable | None = None,
@@ -84,14 +76,6 @@ class DeclaredLevels:
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
                 ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
                 of the envelope that returns words. The certificate shows it.
-            scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
-                Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
-                ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
-                torch optimiser.
-            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
-                of fresh few-shot episodes do, and how it is solved there. The lower-level
-                parameters are then the start of y in each step, and do not change. Runs on all data
-                are as without it.
             method: The method of a run on mini-batches, of
                 :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
                 ``configure_optimizers``, or else the next two.
@@ -135,8 +119,6 @@ class DeclaredLevels:
             solver or IVSP,
             envelope,
             qualification,
-            plan_of(call, scheduler),
-            adaptation,
             method,
             Options(
                 clip=clip if isinstance(clip, tuple) else (clip, clip),
@@ -149,15 +131,12 @@ class DeclaredLevels:
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(self._declaration.new_solver())
-        self._resumed: dict[str, Any] = {}
+        self._saved_start: Start | None = None
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return f on the batch of the upper level.
-
-        With :attr:`upper_features`, their result is the second argument.
-        """
+        """Return f on the batch of the upper level."""
         raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -241,10 +220,7 @@ class DeclaredLevels:
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                way = type(run.solver).__name__
-                if not run.solver.takes_mini_batches:
-                    way = run.solver.for_mini_batches
-                raise type(error)(f"{error} Or use `{way}` on mini-batches.") from error
+                raise type(error)(f"{error} Or run on mini-batches: {ON_MINI_BATCHES}.") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)

@@ -52,7 +52,7 @@ class MiniBatches(Callback):
         self._random: dict[str, Any] | None = None
         self._watched = False
         self._sample: list[Any] = []
-        self._whole: tuple[int, Data] | None = None
+        self._known: tuple[tuple[bool, int], tuple[BilevelProblem, str]] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -124,15 +124,21 @@ class MiniBatches(Callback):
         """
         assert self.step is not None
         module = self.step.module
+        trainer = module.trainer
+
+        def on(data: Data) -> tuple[BilevelProblem, str]:
+            return problem_on_data(module, module._declared(), trainer, data), data.name
+
         if batch is not None:
-            data = Data(batch, "the given batch, in eval mode")
-        elif sample and self._sample:
-            data = kept(module.trainer, self._sample)
-        else:
-            if self._whole is None or self._whole[0] != batches:
-                self._whole = batches, gathered(module.trainer, batches)
-            data = self._whole[1]
-        return problem_on_data(module, module._declared(), module.trainer, data), data.name
+            check_batch(type(module).__name__, batch)
+            return on(Data(batch, "the given batch, in eval mode"))
+        sample = sample and bool(self._sample)
+        asked = sample, len(self._sample) if sample else batches
+        if self._known is None or self._known[0] != asked:
+            data = kept(trainer, self._sample) if sample else gathered(trainer, batches)
+            # The same problem again, so that a certificate of the same point is known.
+            self._known = asked, on(data)
+        return self._known[1]
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the evaluation of a certificate."""

@@ -222,8 +222,7 @@ class Step:
 
     def upper_loss(self, batch: Any) -> Tensor:
         """Return f at the module's parameters."""
-        split = self.module.upper_features
-        loss: Tensor = self.module.upper_loss(batch, *(() if split is None else (split(batch),)))
+        loss: Tensor = self.module.upper_loss(batch)
         return loss
 
     def same_draws(self) -> AbstractContextManager[None]:
