@@ -10,7 +10,6 @@ from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
 from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor
 from lightning_bilevel.core.certificate import Certificate as Certificate
 from lightning_bilevel.core.certificate import certify as certify
-from lightning_bilevel.core.episode import Adaptation as Adaptation
 from lightning_bilevel.core.errors import BilevelError as BilevelError
 from lightning_bilevel.core.errors import InnerLoopError as InnerLoopError
 from lightning_bilevel.core.errors import LineSearchError as LineSearchError

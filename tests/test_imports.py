@@ -22,7 +22,6 @@ FLOORS: list[set[str]] = [
 TORCH_ONLY = {"core", "solvers", "stochastic", "reading", "solving"}
 PUBLIC = [
     "AID",
-    "Adaptation",
     "BOME",
     "Ball",
     "BilevelError",

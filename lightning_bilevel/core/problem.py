@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.constraints import evaluate, stacked
-from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
     Function,
@@ -103,10 +102,6 @@ class BilevelProblem:
             :class:`~lightning_bilevel.core.lower.LowerTerm`) per chunk of ``lower``, with the same
             values; None takes ``lower``. A module with running statistics needs it, because z must
             not change those of y.
-        upper_features: The part of f that depends on x alone, if there is one: then f(x, y) =
-            ``upper(upper_features(x), y)``. One function per chunk of ``upper``.
-        adaptation: How y is solved on a mini-batch, if the lower level belongs to the batch. Each
-            step on a mini-batch then starts at the same y, and only x moves in the end.
         constraints: Functions of (x, y) that return scalars, each of which is to be at most 0,
             beside the lower level. IVSP takes them.
 
@@ -137,15 +132,13 @@ class BilevelProblem:
         mini_batch: bool = False,
         touched: Tensor | None = None,
         inner: Function | Sequence[Function] | None = None,
-        upper_features: Part | Sequence[Part] | None = None,
-        adaptation: Adaptation | None = None,
         constraints: Sequence[Function] | None = None,
     ) -> None:
         if features is not None and outputs is not None:
             raise ValueError(
                 "`BilevelProblem` was given features and outputs: g may have one or the other."
             )
-        self.upper_terms = _terms(upper, upper_features)
+        self.upper_terms = _terms(upper)
         self.single_level = lower is None
         self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
         # A plain function takes what the loss of its chunk takes: features or outputs, if any.
@@ -162,7 +155,6 @@ class BilevelProblem:
         self.inner_upper_terms = self.upper_terms
         self.mini_batch = mini_batch
         self.touched = touched
-        self.adaptation = adaptation
         # All constraints on one chunk of the data, as a function that returns a vector.
         self.residual_terms = [stacked(constraints)] if constraints else []
         self.upper_set = upper_set or Free()
@@ -344,11 +336,6 @@ class BilevelProblem:
             distance=distance,
             seconds=seconds,
         )
-
-    def episode(self, x: Tensor) -> Episode:
-        """Return f and g at a fixed x with all features kept, for a lower level of the batch."""
-        pairs = list(zip(self.lower_terms, self.inner_terms, strict=True))
-        return Episode(self._passes, self.upper_terms, pairs, x)
 
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points.

@@ -83,8 +83,8 @@ class CertifiedPoints(DeclaredLevels):
         """Return the certificate of the current point; None without an envelope.
 
         After a run on mini-batches f and g are evaluated in eval mode on all data, which the
-        training loaders are asked for once more. Where the lower level belongs to the batch
-        (``adaptation``) there is no certificate, because no y belongs to all data.
+        training loaders are asked for once more. Where the lower level is solved on each batch
+        there is no certificate, because no y belongs to all data.
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
@@ -112,7 +112,7 @@ class CertifiedPoints(DeclaredLevels):
         envelope = envelope or self.envelope
         if stream is None:
             problem, data = self._exact_problem(batch), ""
-        elif declared.adaptation is not None or envelope is None:
+        elif self.batch_gradients is not None or envelope is None:
             return None
         else:
             problem, data = stream.evaluated(batch, sample, batches)

@@ -11,7 +11,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
@@ -129,7 +128,6 @@ class Declaration:
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
         scheduler: How the scheduler of the rates is made, if there is one.
-        adaptation: How the lower level is solved on a mini-batch that it belongs to.
         method: The method of a run by torch optimisers.
         options: How its steps are made.
         optimizers: What makes the optimisers of x and y, if the module has no
@@ -144,7 +142,6 @@ class Declaration:
     envelope: Envelope | None
     qualification: Qualification
     scheduler: SchedulerPlan | None = None
-    adaptation: Adaptation | None = None
     method: Method | None = None
     options: Options = field(default_factory=Options)
     optimizers: tuple[OptimizerCallable | None, OptimizerCallable | None] = (None, None)

@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
@@ -36,9 +35,10 @@ class DeclaredLevels:
     default_solver: ClassVar[SolverCallable | None] = None
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
-    upper_features: Callable[..., Any] | None = None
-    upper_gradient: Callable[..., Any] | None = None
-    lower_gradient: Callable[..., Any] | None = None
+    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
+    batch_gradients: Callable[..., Any] | None = None
+    # The gradient steps on the lower level in a step on a mini-batch.
+    inner_iterations: int = 1
     upper_indices: Callable[..., Tensor] | None = None
     _mini_batches: MiniBatches | None = None
 
@@ -55,7 +55,6 @@ class DeclaredLevels:
         envelope: Envelope | None = None,
         qualification: Qualification = "not known",
         scheduler: SchedulerDeclared | None = None,
-        adaptation: Adaptation | None = None,
         method: Method | None = None,
         upper_optimizer: OptimizerCallable | None = None,
         lower_optimizer: OptimizerCallable | None = None,
@@ -88,10 +87,6 @@ class DeclaredLevels:
                 Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
                 ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
                 torch optimiser.
-            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
-                of fresh few-shot episodes do, and how it is solved there. The lower-level
-                parameters are then the start of y in each step, and do not change. Runs on all data
-                are as without it.
             method: The method of a run on mini-batches, of
                 :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
                 ``configure_optimizers``, or else the next two.
@@ -130,7 +125,6 @@ class DeclaredLevels:
             envelope,
             qualification,
             plan_of(call, scheduler),
-            adaptation,
             method,
             Options(
                 clip=clip if isinstance(clip, tuple) else (clip, clip),
@@ -148,10 +142,7 @@ class DeclaredLevels:
         self._module().automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return f on the batch of the upper level.
-
-        With :attr:`upper_features`, their result is the second argument.
-        """
+        """Return f on the batch of the upper level."""
         raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:

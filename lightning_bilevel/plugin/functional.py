@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -189,11 +189,8 @@ def problem_of(
     call = functions.call
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
-    has_upper_features = functions.module.upper_features is not None
 
     def upper_loss(part: Any) -> Function:
-        if has_upper_features:
-            return lambda features, y: call("upper_loss", part, features, y=y)
         return lambda x, y: call("upper_loss", part, x=x, y=y)
 
     def lower_loss(part: Any) -> Function:
@@ -206,22 +203,11 @@ def problem_of(
     def features(part: Any) -> Part:
         return lambda x: call("lower_features", part, x=x)
 
-    def upper_features(part: Any) -> Part:
-        return lambda x: call("upper_features", part, x=x)
-
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
 
     def constraints(part: Any) -> Function:
         return lambda x, y: torch.stack(call("constraints", part, x=x, y=y))
-
-    def slope(method: str, part: Any) -> Function:
-        def flat(features: Any, y: Tensor) -> Tensor:
-            with torch.no_grad():
-                gradients = call(method, part, features, y=y)
-            return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
-
-        return flat
 
     upper = as_chunks(batch["upper"])
     lower = as_chunks(batch["lower"])
@@ -234,28 +220,10 @@ def problem_of(
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,
         outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
-        upper_features=[upper_features(part) for part in upper.batches]
-        if has_upper_features
-        else None,
     )
     if getattr(functions.module, "constraints", None) is not None:
         problem.residual_terms = [
             weighted(constraints(part), share)
             for part, share in zip(upper.batches, upper.shares, strict=True)
         ]
-    if has_upper_features and functions.module.upper_gradient is not None:
-        problem.upper_terms = [
-            replace(term, slope=weighted(slope("upper_gradient", part), share))
-            for term, part, share in zip(
-                problem.upper_terms, upper.batches, upper.shares, strict=True
-            )
-        ]
-    if has_features and functions.module.lower_gradient is not None:
-        problem.lower_terms = [
-            replace(term, slope=weighted(slope("lower_gradient", part), share))
-            for term, part, share in zip(
-                problem.lower_terms, lower.batches, lower.shares, strict=True
-            )
-        ]
-        problem.inner_terms = problem.lower_terms
     return problem

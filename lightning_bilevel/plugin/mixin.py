@@ -52,11 +52,9 @@ class BilevelMixin(CertifiedPoints):
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter;
-    - optionally ``upper_features(batch)``: the part of f that depends on x alone. Then f is
-      ``upper_loss(batch, features)``, which must use no upper-level parameter;
-    - optionally ``upper_gradient(batch, features)`` and ``lower_gradient(batch, features)``: the
-      gradients of f and g in the lower-level parameters in closed form, one tensor per parameter.
-      Where the lower level belongs to the batch they take the place of autograd in the inner steps;
+    - optionally ``batch_gradients(step, lower, upper)``: adds the gradients of a mini-batch whose
+      lower level is solved anew on each batch, and returns its
+      :class:`~lightning_bilevel.stochastic.step.Numbers`. Then x alone has an optimiser;
     - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
       batch touches, such as those of its samples. On mini-batches only these then move;
     - optionally ``constraints(batch)``: a list of scalars that are to be at most 0, beside the
@@ -288,8 +286,7 @@ class BilevelMixin(CertifiedPoints):
             extra = [] if split is None else [split(part)]
             total += float(self.lower_loss(part, *extra).detach())
         for part in as_chunks(batch["upper"]).batches:
-            extra = [] if self.upper_features is None else [self.upper_features(part)]
-            total += float(self.upper_loss(part, *extra).detach())
+            total += float(self.upper_loss(part).detach())
         return total
 
 

@@ -132,13 +132,10 @@ class Stream:
         problem.inner_upper_terms = at_z.upper_terms
         problem.inner_terms = at_z.lower_terms
         problem.mini_batch = True
-        problem.adaptation = self._declared.adaptation
         problem.touched = self._touched(batch["lower"])
         world = self._trainer.world_size
         if world > 1:
-            # Where the lower level belongs to the batch, each process solves its own.
-            share = 1 / world if problem.adaptation is None else 1.0
-            problem = problem.on_this_rank(share, share, total)
+            problem = problem.on_this_rank(1 / world, 1 / world, total)
         return problem
 
     def step(self, optimizer: Any, batch: Any) -> StreamInfo:

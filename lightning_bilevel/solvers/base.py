@@ -21,7 +21,6 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.episodic import Weights, stream_episode
 from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
 from lightning_bilevel.solvers.level_vectors import check_levels
 from lightning_bilevel.solvers.proved import ProvedPoint
@@ -178,21 +177,6 @@ class BilevelOptimizer(LevelSteps, ABC):
             seconds: A time that this process has measured.
         """
         return stream(self, problem, x, y, seconds)
-
-    def weights(self) -> Weights:
-        """Say what the method goes down on a mini-batch whose lower level belongs to it."""
-        raise BilevelError(
-            f"the lower level belongs to the mini-batch (`adaptation`), and "
-            f"{type(self).__name__} has no step for that. Use F2SA, VPBGD, MEHA or StreamingIVSP."
-        )
-
-    def observe(self, gap: float, distance: float) -> None:
-        """Take note of the gap g(x, y) - g(x, z) after a step on such a mini-batch.
-
-        Args:
-            gap: The gap on the batch.
-            distance: The squared distance of y and z.
-        """
 
     @abstractmethod
     def advance(
@@ -361,12 +345,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         memory = self.memory
         with self._undone_by_a_fault("step"):
             x, y = self._copies(problem)
-            if problem.adaptation is None:
-                streamed = self.on_batch(problem, x, y, self._seconds)
-            else:
-                self._check_episodic()
-                streamed = stream_episode(self, problem, problem.adaptation, x, y, self._seconds)
-            new_x, new_y, info, rates, shared = streamed
+            new_x, new_y, info, rates, shared = self.on_batch(problem, x, y, self._seconds)
         if rates is not None:
             self._write_batch(new_x, new_y)
             info = self._with_rates(info, *rates)
@@ -401,15 +380,6 @@ class BilevelOptimizer(LevelSteps, ABC):
                 f"`{name}.step()` was given a mini-batch, and its levels have the units "
                 f"{self._units}: on mini-batches a level's `lr` takes the place of its unit. Leave "
                 "the units at 1."
-            )
-
-    def _check_episodic(self) -> None:
-        if "lower" in self._rules or self._bound("lower") is not None:
-            name = "lower_optimizer" if "lower" in self._rules else "lower_clip"
-            raise ValueError(
-                f"`{type(self).__name__}({name}=...)` has nothing to step: the lower level belongs "
-                "to the mini-batch, on which `Adaptation(steps=..., lr=...)` solves it. Leave "
-                f"`{name}` out."
             )
 
 

@@ -12,7 +12,6 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import descend
@@ -121,12 +120,6 @@ class F2SA(BilevelOptimizer):
         if c["multiplier"] == "growing":
             weight *= value_at(c["alpha"], 0) / value_at(c["alpha"], self.memory["iteration"])
         return weight
-
-    def weights(self) -> Weights:
-        c = self.constants
-        weight = self._weight()
-        rate = c["xi"] * value_at(c["alpha"], self.memory["iteration"])
-        return Weights(upper=1.0, gap=weight, rho=None, multiplier=weight, rate=rate)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants

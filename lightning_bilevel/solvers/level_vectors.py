@@ -138,7 +138,7 @@ class LevelVectors(Optimizer):
     def _copies(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
         """Return copies of x and y; the start of a run is projected onto the sets."""
         begins = self.memory["iteration"] == self.memory.get("skipped", 0)
-        if begins or (problem.adaptation is None and self.inner_name not in self.memory):
+        if begins or self.inner_name not in self.memory:
             return self._read(problem)
         x, y = (
             torch.cat(

@@ -16,7 +16,6 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import StepRule
@@ -164,12 +163,6 @@ class MEHA(BilevelOptimizer):
             locals(), lr="alpha", schedules=("alpha", "beta", "eta", "c"), positive=("gamma",)
         )
         super().__init__(params, *checked)
-
-    def weights(self) -> Weights:
-        k = self.memory["iteration"]
-        c = value_at(self.constants["c"], k)
-        rate = value_at(self.constants["alpha"], k)
-        return Weights(1 / c, 1.0, rho=self.constants["gamma"], multiplier=c, rate=rate)
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         k = self.memory["iteration"]

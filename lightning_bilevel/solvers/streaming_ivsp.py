@@ -15,7 +15,6 @@ from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.streaming import Directions, stream
@@ -136,18 +135,6 @@ class StreamingIVSP(BilevelOptimizer):
     def multiplier(self) -> float | None:
         r""":math:`\lambda` of the last step; None before the first."""
         return self.memory.get("multiplier")
-
-    def weights(self) -> Weights:
-        c = self.constants
-        # One step behind: the gap of this batch is known only after y was solved on it. The first
-        # step has the largest phi.
-        multiplier = self.memory.get("multiplier", 1 / c["gamma"])
-        rate = value_at(c["alpha"], self.memory["iteration"])
-        phi = multiplier * c["gamma"]
-        return Weights(c["gamma"], phi, rho=c["rho"], multiplier=multiplier, rate=rate)
-
-    def observe(self, gap: float, distance: float) -> None:
-        self.memory["multiplier"] = self._weight(gap, distance) / self.constants["gamma"]
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants

@@ -12,7 +12,6 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import descend
@@ -102,11 +101,6 @@ class VPBGD(BilevelOptimizer):
             locals(), lr="alpha", schedules=("gamma",), positive=("alpha", "beta"), whole=("T",)
         )
         super().__init__(params, *checked)
-
-    def weights(self) -> Weights:
-        c = self.constants
-        gamma = value_at(c["gamma"], self.memory["iteration"])
-        return Weights(upper=1.0, gap=gamma, rho=None, multiplier=gamma, rate=c["alpha"])
 
     def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
         c = self.constants
