@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 from torch.optim import Adam
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks
@@ -19,11 +19,11 @@ from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.modules.figures import draw_samples
+from lightning_bilevel.modules.inner_heads import EpisodeSets, mean_loss, solved
 from lightning_bilevel.modules.networks import (
     Conv4,
     TaskHeads,
     adapt,
-    cross_entropy_slope,
     nearest_centroid,
 )
 from lightning_bilevel.plugin.loggers import log_figure
@@ -130,7 +130,7 @@ class FewShot(BilevelModule):
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
         self.inner_iterations = 2 * inner_steps
-        self._inner = inner_steps, inner_lr
+        self._inner = partial(solved, steps=inner_steps, lr=inner_lr, bound=_LOWER)
         self._optimizer = upper_optimizer, upper_scheduler
         self._fresh = method is not None or upper_optimizer is not None
         if self._fresh:
@@ -172,7 +172,7 @@ class FewShot(BilevelModule):
     def upper_loss(self, batch: Any) -> Tensor:
         """The mean loss on the query sets."""
         images, labels, index = batch
-        return _loss(self.heads(self(images), index), labels)
+        return mean_loss(self.heads(self(images), index), labels)
 
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets: g depends on x only through them."""
@@ -182,7 +182,7 @@ class FewShot(BilevelModule):
     def lower_loss(self, batch: Any, features: Tensor) -> Tensor:
         """The mean loss on the support sets, all heads in one product."""
         _, labels, index = batch
-        return _loss(self.heads(features, index), labels)
+        return mean_loss(self.heads(features, index), labels)
 
     def batch_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         """Solve the heads on fresh episodes and add the gradient of the encoder."""
@@ -192,44 +192,23 @@ class FewShot(BilevelModule):
             step.weights = method.lagged(step)
         weights: Weights = step.weights
         support, query = self._sets_of(lower), self._sets_of(upper)
-        y, z = self._solved(weights, method.proximal, support.detached(), query.detached())
+        y, z = self._inner(support, query, weights, method.proximal)
         f, g_y, g_z = query.loss(y), support.loss(y), support.loss(z)
         step.backward(weights.upper * f + weights.gap * (g_y - g_z))
         if step.first:
             method.observe(step, partial(mean_gap, step, g_y, g_z), lambda: (y - z).square().sum())
         return Numbers(f.detach(), g_y.detach(), g_z.detach(), weights.gap / weights.upper)
 
-    def _sets_of(self, batch: Any) -> _Sets:
+    def _sets_of(self, batch: Any) -> EpisodeSets:
         images, labels, index = batch
         if index is not None:
             order = index.argsort()
             images, labels = images[order], labels[order]
+        features = self(images)
+        # The heads are solved in float32 at least.
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
         # The weight of a constant 1 is the bias.
-        return _Sets(pad(self(images), (0, 1), value=1.0), labels, self.ways)
-
-    @torch.no_grad()
-    def _solved(
-        self, weights: Weights, rho: float | None, support: _Sets, query: _Sets
-    ) -> tuple[Tensor, Tensor]:
-        """Return the heads y and z of a batch."""
-        steps, lr = self._inner
-        # Losses are means over the tasks, so the gradient of a head is divided by their number.
-        lr *= len(support.features)
-        total = weights.upper + weights.gap
-        a, b = weights.upper / total, weights.gap / total
-        z = support.start(self.heads.weight.dtype)
-        for _ in range(steps):
-            z = (z - lr * support.gradient(z)).clamp_(-_LOWER, _LOWER)
-        y = z
-        for _ in range(steps):
-            d_y = a * query.gradient(y)
-            g_y = support.gradient(y)
-            if rho is not None:
-                pull = (z - y) / rho
-                g_y = g_y + pull
-                z = (z - lr * (support.gradient(z) + pull)).clamp_(-_LOWER, _LOWER)
-            y = (y - lr * (d_y + b * g_y)).clamp_(-_LOWER, _LOWER)
-        return y, z
+        return EpisodeSets(pad(features, (0, 1), value=1.0), labels, self.ways)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""
@@ -296,7 +275,7 @@ class FewShot(BilevelModule):
         }
         # Processes have the same batch or parts of it: the mean over them is right for both.
         options |= {"sync_dist": True, "batch_size": len(logits)}
-        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), prog_bar=True, **options)
+        self.log(f"{name}_loss", mean_loss(logits, episodes.query_labels), prog_bar=True, **options)
         for tag, wrong in errors.items():
             self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
 
@@ -317,41 +296,3 @@ class FewShot(BilevelModule):
             logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
         labels, guesses = episode.query_labels[0].tolist(), logits[0].argmax(-1).tolist()
         return draw_samples(episode.query[0], labels, guesses, "queries: class → predicted class")
-
-
-class _Sets(NamedTuple):
-    """The support or query sets of a batch of episodes, and the loss of heads (E, ways, d) on them.
-
-    Attributes:
-        features: (E, N, d).
-        labels: (E, N).
-        ways: The number of classes.
-    """
-
-    features: Tensor
-    labels: Tensor
-    ways: int
-
-    def detached(self) -> _Sets:
-        return self._replace(features=self.features.detach())
-
-    def start(self, dtype: torch.dtype) -> Tensor:
-        """Return heads at zero."""
-        tasks, _, size = self.features.shape
-        return self.features.new_zeros(tasks, self.ways, size, dtype=dtype)
-
-    def loss(self, heads: Tensor) -> Tensor:
-        """Return the mean loss."""
-        return _loss(self._logits(heads), self.labels)
-
-    def gradient(self, heads: Tensor) -> Tensor:
-        """Return the gradient of the mean loss in the heads."""
-        slope = cross_entropy_slope(self._logits(heads), self.labels) / self.labels.numel()
-        return slope.transpose(1, 2) @ self.features
-
-    def _logits(self, heads: Tensor) -> Tensor:
-        return self.features @ heads.transpose(1, 2)
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())

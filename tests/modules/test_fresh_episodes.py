@@ -6,12 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import episode_processes
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from places import SUPPORT
 from running import same_parameters, trainer
+from starting import Forked
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
     IVSP,
@@ -101,7 +105,7 @@ def test_a_step_is_the_same_written_by_hand(name: str, tmp_path: Path) -> None:
     method, (a, b, rho) = FORMULAS[name]
     # One task at a time goes through the encoder. The heads end at the border of their box.
     options = {"inner_steps": 5, "inner_lr": 50.0, "chunk_images": 3}
-    ours = module(method, upper_optimizer=SGD, **options)
+    ours = module(method, upper_optimizer=partial(torch.optim.SGD, lr=1e-5), **options)
     twin = module()
     twin.load_state_dict(ours.state_dict())
     twin.double()
@@ -134,7 +138,9 @@ def test_a_step_is_the_same_written_by_hand(name: str, tmp_path: Path) -> None:
         z = moved(z, slopes(z, (0.0, 1.0)))
     y = z
     for _ in range(5):
-        pull = [torch.zeros_like(v) if rho is None else (u - v) / rho for u, v in zip(z, y)]
+        pull = [
+            torch.zeros_like(v) if rho is None else (u - v) / rho for u, v in zip(z, y, strict=True)
+        ]
         d_y = [
             s + b / (a + b) * p
             for s, p in zip(slopes(y, (a / (a + b), b / (a + b))), pull, strict=True)
@@ -149,7 +155,7 @@ def test_a_step_is_the_same_written_by_hand(name: str, tmp_path: Path) -> None:
     parameters = list(twin.encoder.parameters())
     gradients = torch.autograd.grad(a * f + b * gap, parameters)
     for new, old, slope in zip(ours.encoder.parameters(), parameters, gradients, strict=True):
-        assert torch.allclose(new, old - 0.01 * slope, rtol=0, atol=1e-10)
+        assert torch.allclose(new, old - 1e-5 * slope, rtol=0, atol=1e-10)
         assert float(slope.abs().max()) > 1e-4
     info = ours.last_step
     found = [float(v) for v in (info.upper, info.lower, info.gap, info.multiplier)]
@@ -176,6 +182,7 @@ def test_streaming_ivsp_weighs_a_batch_by_the_gaps_before(tmp_path: Path) -> Non
     assert float(infos[1].multiplier) == pytest.approx(2 * (float(first) / 10 + 0.5), abs=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_batches_whose_episodes_are_numbered_pair_heads_by_number(tmp_path: Path) -> None:
     found = []
     for order in (None, [1, 0]):
@@ -189,7 +196,7 @@ def test_batches_whose_episodes_are_numbered_pair_heads_by_number(tmp_path: Path
             batch["lower"] = support[index], support_labels[index], index
         ours = module()
         run = trainer(tmp_path, max_steps=1)
-        run.fit(ours, train_dataloaders=[batch])
+        run.fit(ours, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
         found.append(float(ours.last_step.upper))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
@@ -211,13 +218,13 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name: str, stop: int, tmp_path: P
     assert not same_parameters(first, whole)
 
 
-def test_half_precision_is_near_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", ["bf16-mixed", "bf16-true"])
+def test_half_precision_is_near_the_whole(half: str, tmp_path: Path) -> None:
     infos = []
-    for precision in ("32-true", "bf16-mixed"):
+    for precision in ("32-true", half):
         ours = module()
         run = trainer(tmp_path, max_steps=1, limit_val_batches=0, precision=precision)
         run.fit(ours, datamodule=data())
-        assert all(p.dtype == torch.float32 for p in ours.parameters())
         infos.append(ours.last_step)
     assert float(infos[1].upper) == pytest.approx(float(infos[0].upper), rel=0.05)
     assert float(infos[1].upper) != float(infos[0].upper)
@@ -264,6 +271,20 @@ def test_there_is_no_certificate_and_nothing_breaks(
     assert logged <= set(run.callback_metrics)
 
 
+@pytest.mark.integration
+def test_two_processes_are_one_on_the_joined_batches(tmp_path: Path) -> None:
+    process = Forked(SUPPORT / "episode_processes.py", tmp_path, cwd=tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    first, second = (
+        torch.load(tmp_path / f"end-{rank}.pt", weights_only=True) for rank in range(2)
+    )
+    alone = episode_processes.run(tmp_path, 4)
+    for name, value in alone.encoder.state_dict().items():
+        assert torch.equal(first[f"encoder.{name}"], second[f"encoder.{name}"])
+        torch.testing.assert_close(first[f"encoder.{name}"], value, rtol=0, atol=1e-10)
+
+
 def test_it_learns(tmp_path: Path) -> None:
     source = data(ways=5, n_validation=20, train_classes=40, validation_classes=10, test_classes=5)
     source.epoch_length = 60
@@ -282,7 +303,7 @@ def test_schedule_and_clipping_reach_the_encoder(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=4)
     run.fit(ours, datamodule=data())
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0025)
-    after = ours.encoder.parameters()
+    after = [p.detach() for p in ours.encoder.parameters()]
     far = sum(float((b - a).square().sum()) for a, b in zip(before, after, strict=True)) ** 0.5
     assert 0 < far <= 1e-3 * (2 * 0.01 + 2 * 0.005) * (1 + 1e-5)
 
