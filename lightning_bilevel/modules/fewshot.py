@@ -52,7 +52,7 @@ class FewShot(BilevelModule):
     The ReLU and the max-pooling of the encoder are not differentiable, so the convergence theorem
     does not cover it in the letter.
 
-    With a method (or an ``upper_optimizer``) each step has fresh episodes
+    With a method (or what its optimiser takes) each step has fresh episodes
     (:class:`~lightning_bilevel.data.episodes.EpisodeData` with ``tasks_per_batch``). The heads then
     belong to the batch. With the features of the batch computed once, the weights a, b and the
     :math:`\rho` of the method, and :math:`P` the projection onto their box, n steps from zero:
@@ -86,7 +86,7 @@ class FewShot(BilevelModule):
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
         method: The method on fresh episodes, one of F2SA, VPBGD, F2BA, MEHA and StreamingIVSP of
-            :mod:`lightning_bilevel.stochastic`; with an optimiser alone it is F2SA.
+            :mod:`lightning_bilevel.stochastic`; None is F2SA, if one of the next three is given.
         upper_optimizer: Makes the torch optimiser of the encoder on fresh episodes; None is Adam
             with a rate of 1e-3.
         upper_scheduler: Makes its scheduler, which steps at every step.
@@ -132,7 +132,8 @@ class FewShot(BilevelModule):
         self.inner_iterations = 2 * inner_steps
         self._inner = partial(solved, steps=inner_steps, lr=inner_lr, bound=_LOWER)
         self._optimizer = upper_optimizer, upper_scheduler
-        self._fresh = method is not None or upper_optimizer is not None
+        options = method, upper_optimizer, upper_scheduler, gradient_clip_val
+        self._fresh = any(given is not None for given in options)
         if self._fresh:
             method = method or F2SA()
             # Those of a batch take their place. DDP waits for a gradient of all others.

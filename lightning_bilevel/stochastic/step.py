@@ -95,7 +95,7 @@ class Method(ABC):
         after = k + 1 - self.warmup
         return after > 0 and after % self.x_every == 0
 
-    def start(self, step: Step) -> None:
+    def start(self, step: Step) -> None:  # noqa: B027 (most start at y)
         """Set the second copy of the lower level, if it does not start at y."""
 
     @abstractmethod

@@ -632,10 +632,11 @@ class Parsed(BilevelCLI):
 
 @pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_resolves(config: Path) -> None:
-    """Its classes and arguments exist; its name begins with that of its solver."""
+    """Its classes and arguments exist; its name begins with that of its solver or method."""
     resolved = Parsed(["--config", str(config)], run=False).config
-    solver = resolved.model.init_args.solver.class_path
-    assert config.stem.replace("_", "").startswith(solver.rsplit(".", 1)[-1].lower())
+    options = resolved.model.init_args
+    named = (options.get("solver") or options["method"]).class_path
+    assert config.stem.replace("_", "").startswith(named.rsplit(".", 1)[-1].lower())
 
 
 # One of each task and mode.

@@ -313,6 +313,7 @@ def test_an_optimiser_alone_is_f2sa_and_a_method_alone_adam(tmp_path: Path) -> N
     run = trainer(tmp_path, max_steps=1)
     run.fit(ours, datamodule=data())
     assert isinstance(ours.mini_batches.step.method, F2SA)
+    assert module(None, upper_optimizer=None, gradient_clip_val=1.0)._fresh
     other = module(upper_optimizer=None)
     run = trainer(tmp_path, max_steps=1)
     run.fit(other, datamodule=data())
