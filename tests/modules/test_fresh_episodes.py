@@ -218,6 +218,23 @@ def test_a_resumed_run_is_the_same_bit_for_bit(name: str, stop: int, tmp_path: P
     assert not same_parameters(first, whole)
 
 
+def test_own_optimisers_make_the_mode(tmp_path: Path) -> None:
+    class Own(FewShot):
+        def configure_optimizers(self) -> Any:
+            # Two optimisers of one level.
+            parameters = list(self.encoder.parameters())
+            return torch.optim.SGD(parameters[:4], lr=0.01), torch.optim.Adam(parameters[4:])
+
+    torch.manual_seed(0)
+    ours = Own(2, ways=3, channels=4, image_size=16)
+    before = [p.detach().clone() for p in ours.encoder.parameters()]
+    run = trainer(tmp_path, max_steps=3)
+    run.fit(ours, datamodule=data())
+    assert run.global_step == 3
+    pairs = zip(before, ours.encoder.parameters(), strict=True)
+    assert not any(torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("half", ["bf16-mixed", "bf16-true"])
 def test_half_precision_is_near_the_whole(half: str, tmp_path: Path) -> None:
     infos = []
@@ -322,7 +339,7 @@ def test_an_optimiser_alone_is_f2sa_and_a_method_alone_adam(tmp_path: Path) -> N
 
 def test_ivsp_refuses_fresh_episodes(tmp_path: Path) -> None:
     exact = module(None, upper_optimizer=None)
-    with pytest.raises(MisconfigurationException, match="StreamingIVSP"):
+    with pytest.raises(MisconfigurationException, match="batch with other values"):
         trainer(tmp_path, max_steps=3).fit(exact, datamodule=data())
 
 
