@@ -85,7 +85,8 @@ class CertifiedPoints(DeclaredLevels):
         """Return the certificate of the current point; None without an envelope.
 
         After a run on mini-batches f and g are evaluated in eval mode on all data, which the
-        training loaders are asked for once more.
+        training loaders are asked for once more. Where the lower level is solved on each batch
+        there is no certificate, because no y belongs to all data.
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
@@ -117,6 +118,8 @@ class CertifiedPoints(DeclaredLevels):
             problem, data = self._exact_problem(batch), ""
             name = run.point_name(declared.norms())
             multiplier = solver.multiplier if multiplier is None else multiplier
+        elif self.batch_gradients is not None:
+            return None
         if envelope is None:
             return None
         if stream is not None:

@@ -34,6 +34,14 @@ class DeclaredLevels:
     default_solver: ClassVar[SolverCallable | None] = None
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
+    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
+    batch_gradients: Callable[..., Any] | None = None
+    # The gradient steps on the lower level in a step on a mini-batch.
+    inner_iterations: int = 1
+    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
+    batch_gradients: Callable[..., Any] | None = None
+    # The gradient steps on the lower level in a step on a mini-batch.
+    inner_iterations: int = 1
     _mini_batches: MiniBatches | None = None
 
     def declare(

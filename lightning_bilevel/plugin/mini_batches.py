@@ -71,7 +71,8 @@ class MiniBatches(Callback):
         wrapped = pl_module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
         pairs = list(zip(wrapped, trainer.optimizers, strict=True))
-        upper, lower = by_level(type(pl_module).__name__, pairs, declared)
+        solved = pl_module.batch_gradients is not None
+        upper, lower = by_level(type(pl_module).__name__, pairs, declared, lower_is_solved=solved)
         shadow = Shadow(declared.lower.parameters, _written_buffers(pl_module, declared))
         copies = dict(zip(shadow.parameters, shadow.z, strict=True))
         self.step = Step(
@@ -178,7 +179,11 @@ class MiniBatches(Callback):
 
 
 def by_level(
-    call: str, optimizers: Sequence[tuple[Any, Optimizer]], declared: Declaration
+    call: str,
+    optimizers: Sequence[tuple[Any, Optimizer]],
+    declared: Declaration,
+    *,
+    lower_is_solved: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Sort optimisers by the level whose parameters they have.
 
@@ -186,6 +191,7 @@ def by_level(
         call: The name of the module, for messages.
         optimizers: Each optimiser, in Lightning's wrapper and as it is.
         declared: The declaration.
+        lower_is_solved: Whether the lower level is solved on each batch, and so has no optimiser.
     """
     levels = [{id(p) for p in level.parameters} for level in declared.levels]
     found: tuple[list[Any], list[Any]] = ([], [])
@@ -202,6 +208,8 @@ def by_level(
         found[place[0]].append(wrapped)
         seen |= own
     for level, its in zip(declared.levels, found, strict=True):
+        if lower_is_solved and level is declared.lower:
+            continue
         if not its:
             raise MisconfigurationException(
                 f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. "

@@ -50,6 +50,9 @@ class BilevelMixin(CertifiedPoints):
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter;
+    - optionally ``batch_gradients(step, lower, upper)``: adds the gradients of a mini-batch whose
+      lower level is solved anew on each batch, and returns its
+      :class:`~lightning_bilevel.stochastic.step.Numbers`. Then x alone has an optimiser;
     - optionally ``constraints(batch)``: a list of scalars that are to be at most 0, beside the
       lower level, given the batch of the upper level. IVSP takes them. Each is a mean over the
       samples of the batch, as a loss is, or does not depend on them.

@@ -22,7 +22,7 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.schedule import Power
 from lightning_bilevel.stochastic.step import Method, Numbers, Step, wide
 
-__all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights"]
+__all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights", "mean_gap"]
 
 Schedule = float | Power
 
@@ -54,12 +54,19 @@ class Penalty(Method):
         """Return the weights, as far as they are known before the batch is evaluated."""
         raise NotImplementedError
 
-    def observe(self, step: Step, gap: Callable[[], Tensor]) -> Weights:
+    def lagged(self, step: Step) -> Weights:
+        """Return the weights by the gaps of earlier steps, where y is solved on each batch."""
+        return self.weights(step)
+
+    def observe(
+        self, step: Step, gap: Callable[[], Tensor], distance: Callable[[], Tensor]
+    ) -> Weights:
         """Return the weights, after an evaluation.
 
         Args:
             step: The run, for methods that track a number.
             gap: g(x, y) - g(x, z) on the batch, the mean over all processes.
+            distance: :math:`|y - z|^2` of this process.
         """
         return self.weights(step)
 
@@ -79,7 +86,9 @@ class Penalty(Method):
         g_y = step.lower_loss(lower)
         f = step.upper_loss(upper)
         if step.first:
-            step.weights = self.observe(step, partial(_gap, step, g_y, g_z))
+            step.weights = self.observe(
+                step, partial(mean_gap, step, g_y, g_z), step.shadow.distance
+            )
         w: Weights = step.weights
         step.backward(_times(w.upper, f) + _times(w.gap, g_y))
         step.add(x, from_z, -w.gap / b)
@@ -230,8 +239,13 @@ class StreamingIVSP(Penalty):
         phi = min(max(0.5 - self.delta / self.mu, self.floor), 1.0)
         return Weights(self.gamma, phi, self.gamma + phi)
 
-    def observe(self, step: Step, gap: Callable[[], Tensor]) -> Weights:
-        r = gap() - step.mean(step.shadow.distance()) / (2 * self.rho) - self.delta
+    def lagged(self, step: Step) -> Weights:
+        return self._tracked(step) if step.tracked else Weights(self.gamma, 1.0, self.gamma + 1.0)
+
+    def observe(
+        self, step: Step, gap: Callable[[], Tensor], distance: Callable[[], Tensor]
+    ) -> Weights:
+        r = gap() - step.mean(distance()) / (2 * self.rho) - self.delta
         if not step.tracked:
             known = self.weights(step)
             step.tracked = r, torch.zeros_like(r)
@@ -240,6 +254,10 @@ class StreamingIVSP(Penalty):
         tracked = _DECAY * tracked + (1 - _DECAY) * r
         variance = _DECAY * variance + (1 - _DECAY) * (r - tracked) ** 2
         step.tracked = tracked, variance
+        return self._tracked(step)
+
+    def _tracked(self, step: Step) -> Weights:
+        tracked, variance = step.tracked
         deviation = (variance * (1 - _DECAY) / (1 + _DECAY)).sqrt()
         smoothing = (_DEVIATIONS * deviation).clamp(min=self.mu)
         phi = (tracked / smoothing + 0.5).clamp(self.floor, 1.0)
@@ -250,7 +268,7 @@ def _times(weight: float | Tensor, value: Tensor) -> Tensor:
     return value if isinstance(weight, float) and weight == 1.0 else weight * value
 
 
-def _gap(step: Step, g_y: Tensor, g_z: Tensor) -> Tensor:
+def mean_gap(step: Step, g_y: Tensor, g_z: Tensor) -> Tensor:
     """Return the mean gap over the processes; half precision does not resolve the difference."""
     return step.mean(wide(g_y) - wide(g_z))
 

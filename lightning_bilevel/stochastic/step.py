@@ -115,7 +115,7 @@ class Step:
         shadow: y and z.
         sets: The sets of x and y.
         upper_optimizers: Those of x, as Lightning wraps them.
-        lower_optimizers: Those of y, likewise. The first one's steps are Lightning's `global_step`.
+        lower_optimizers: Those of y, likewise; none if y is solved on each batch.
         shadow_optimizers: Those of z: a copy of each of y's.
         k: How many steps were made.
         batches: How many batches belong to the next step so far.
@@ -164,7 +164,8 @@ class Step:
                 parameter.grad = None
             if self.options.skip_nonfinite:
                 self._buffers = [b.clone() for b in self._written()]
-        numbers = self.method.add_gradients(self, batch["lower"], batch["upper"])
+        add_gradients = self.module.batch_gradients or self.method.add_gradients
+        numbers: Numbers = add_gradients(self, batch["lower"], batch["upper"])
         moved = self.last and self._is_finite()
         if moved:
             self._move()
@@ -183,7 +184,7 @@ class Step:
         }
         return StreamInfo(
             **values,
-            inner_iterations=1,
+            inner_iterations=self.module.inner_iterations,
             iteration=self.k,
             calls=Calls(upper=1, lower=2),
             passes=3 * self.k * self.options.accumulate,
@@ -199,7 +200,8 @@ class Step:
     @property
     def progress(self) -> Progress:
         """How far the run has come."""
-        return Progress(self.k, self.k, 3 * self.k * self.options.accumulate, self.seconds)
+        inner = self.k * self.module.inner_iterations
+        return Progress(self.k, inner, 3 * self.k * self.options.accumulate, self.seconds)
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
@@ -326,9 +328,10 @@ class Step:
             follow(copied, optimizer)
             copied.step()
         # Lightning counts the steps of its wrapper: one of them is one step of the run.
-        self.lower_optimizers[0].step()
-        for optimizer in (*lower[1:], *upper):
-            optimizer.step()
+        counted, *others = [*self.lower_optimizers, *self.upper_optimizers]
+        counted.step()
+        for optimizer in others:
+            optimizer.optimizer.step()
         self._project()
 
     @torch.no_grad()
