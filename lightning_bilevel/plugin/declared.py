@@ -38,10 +38,6 @@ class DeclaredLevels:
     batch_gradients: Callable[..., Any] | None = None
     # The gradient steps on the lower level in a step on a mini-batch.
     inner_iterations: int = 1
-    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
-    batch_gradients: Callable[..., Any] | None = None
-    # The gradient steps on the lower level in a step on a mini-batch.
-    inner_iterations: int = 1
     _mini_batches: MiniBatches | None = None
 
     def declare(
