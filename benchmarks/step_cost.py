@@ -296,8 +296,10 @@ def time_rows(name: str, took: dict[str, list[float]], hand: float, plain: float
         by = ratio(fitted, took[by_hand(method)])
         rows.append(Row(f"{label} / by hand", by, at_most=hand, note=note))
         rows.append(Row(f"{label} / {PLAIN_FIT}", ratio(fitted, took[PLAIN_FIT]), at_most=plain))
-        for side in (fit_of(method), by_hand(method)):
-            rows.append(Row(f"{name}, {side} / {PLAIN}", ratio(took[side], took[PLAIN])))
+        rows += [
+            Row(f"{name}, {side} / {PLAIN}", ratio(took[side], took[PLAIN]))
+            for side in (fit_of(method), by_hand(method))
+        ]
     for rival in RIVALS:
         what = f"{name}, {rival} / {PLAIN}"
         known = rival in took
