@@ -113,8 +113,7 @@ def loader(rows: Tensor, *more: Tensor, shuffle: bool = True) -> DataLoader[Any]
 # %% [markdown]
 # ## A run
 #
-# `Reweighting` has the model below and the weights above, each with a torch optimiser. A callback
-# keeps the shares.
+# `Reweighting` has the model below and the weights above. A callback keeps the shares.
 
 
 # %%

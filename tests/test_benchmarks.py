@@ -439,8 +439,8 @@ def test_hyperparameters(tmp_path: Path) -> None:
     assert list(found) == ["start", "learned", "random search"]
     # Ten classes: a network that has learned nothing has an error of 0.9 and a loss of log 10.
     for row in found.values():
-        assert row["error"] < 0.4
-        assert row["loss"] < 1.6
+        assert row["error"] < 0.6
+        assert row["loss"] < 2.0
 
 
 def test_the_training_loss_of_the_hyperparameters_is_torchs() -> None:
