@@ -30,6 +30,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 import lightning_bilevel as lb
+from lightning_bilevel.stochastic import TableRMS
 
 SIZE = (32, 32)  # of all images
 Data = tuple[Tensor, list[str], list[str], list[str]]  # inputs, labels, names, columns of a CSV
@@ -129,8 +130,12 @@ def learn_weights(x: Tensor, y: Tensor, u: Tensor, v: Tensor) -> Tensor:
     steps = max(800, 7 * n // batch)
     passes = steps * batch / n
     weights = lb.SampleWeights(n)
-    weights.optimizer = partial(lb.TableRMS, lr=10 / passes)
-    module = lb.Reweighting(network(x, int(y.max()) + 1), weights, lr=min(2e-5 * passes, 1e-3))
+    module = lb.Reweighting(
+        network(x, int(y.max()) + 1),
+        weights,
+        upper_optimizer=partial(TableRMS, lr=10 / passes),
+        lower_optimizer=partial(torch.optim.AdamW, lr=min(2e-5 * passes, 1e-3)),
+    )
     upper = DataLoader(TensorDataset(u, v), min(batch, len(v)), shuffle=True, drop_last=True)
     lower = DataLoader(TensorDataset(x, y, torch.arange(n)), batch, shuffle=True, drop_last=True)
     trainer = Trainer(accelerator="cpu", max_steps=steps, max_epochs=-1, barebones=True)
