@@ -45,7 +45,7 @@ def kept(trainer: Any, batches: list[dict[str, Any]]) -> Data:
     return Data(batch, f"{what} ({_counted(batch, trainer)}), in eval mode")
 
 
-def gathered(trainer: Any, batches: int) -> Data:
+def gathered(trainer: Any, batches: int, loaders: Any = None) -> Data:
     """Go through the training loaders once, each level to its own end, and keep what they yield.
 
     The random numbers of the run are the same afterwards. Each process has its own part of the
@@ -55,11 +55,13 @@ def gathered(trainer: Any, batches: int) -> Data:
         trainer: The Trainer of the run.
         batches: The most batches of a level. They and 1 GiB per level are the limit, above which
             the data are a sample.
+        loaders: Its training loaders, which a Trainer that has evaluated since does not know.
     """
+    loaders = trainer.train_dataloader if loaders is None else loaders
     if trainer.limit_train_batches != 1.0:
         batches = int(min(batches, trainer.num_training_batches))
     with torch.random.fork_rng([]):
-        parts, complete = _go_through(trainer, batches)
+        parts, complete = _go_through(trainer, loaders, batches)
     batch = {level: _chunks(parts[level]) for level in LEVELS}
     if trainer.world_size > 1:
         complete = not any_of([not complete], trainer.strategy.root_device)[0]
@@ -114,9 +116,8 @@ class _OnDevice(ModuleFunctions):
         return super()._run(method, (move_data_to_device(part, device), *rest))
 
 
-def _go_through(trainer: Any, batches: int) -> tuple[dict[str, list[Any]], bool]:
+def _go_through(trainer: Any, loaders: Any, batches: int) -> tuple[dict[str, list[Any]], bool]:
     """Return the parts of each level, and whether they are all."""
-    loaders = trainer.train_dataloader
     # Either one loader for each level, or one that yields both.
     apart = isinstance(loaders, Mapping) and set(LEVELS) <= set(loaders)
     parts: dict[str, list[Any]] = {level: [] for level in LEVELS}
