@@ -43,9 +43,8 @@ def check_automatic(module: LightningModule, trainer: Any) -> None:
     if clip or accumulated != 1:
         raise MisconfigurationException(
             f"`Trainer(gradient_clip_val={clip}, accumulate_grad_batches={accumulated})` does not "
-            "reach the steps of a bilevel solver: clip by the solver's `upper_clip` and "
-            "`lower_clip` on mini-batches, and let the loader yield the larger batch, as `Chunks` "
-            "if it does not fit into memory."
+            "reach bilevel steps. On mini-batches use `declare(gradient_clip_val=..., "
+            "accumulate=...)`; on all data let the loader yield `Chunks` of the larger batch."
         )
     averages = any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks)
     if averages and any(isinstance(layer, _BatchNorm) for layer in module.modules()):

@@ -112,6 +112,13 @@ class DeclaredLevels:
                 f"`{type(self).__name__}.declare()` was given a solver, for exact runs, and a "
                 "method or optimisers, for mini-batches: give one of the two."
             )
+        if method is not None and not isinstance(method, Method):
+            raise TypeError(
+                f"`{type(self).__name__}.declare(method={getattr(method, '__name__', method)!s})` "
+                "must be an instance of a method on mini-batches, such as "
+                "`lightning_bilevel.stochastic.F2SA()`; a solver for all data is given as "
+                "`solver=`."
+            )
         solver = solver or type(self).default_solver
         optimizers = upper_optimizer, lower_optimizer
         by_torch = method is not None or any(optimizers) or self._has_own_optimizers()

@@ -25,7 +25,7 @@ from lightning_bilevel.plugin.whole_data import Data, evaluating, gathered, kept
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
-from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
+from lightning_bilevel.stochastic.shadow import Shadow, check_optimizer, copy_optimizer
 from lightning_bilevel.stochastic.step import Step
 
 __all__ = ["MiniBatches", "default_optimizers"]
@@ -94,10 +94,14 @@ class MiniBatches(Callback):
         trainer = module.trainer
         if self._watched and len(self._sample) < SAMPLE:
             self._sample.append(move_data_to_device(batch, "cpu"))
+        last: bool = trainer.is_last_batch
         if moved:
             step_schedulers(module, "step", batch_idx + 1)
+        if last:
+            step_schedulers(module, "epoch", trainer.current_epoch + 1, plateau=False)
         info = self.step.record(numbers)
-        if (trainer.global_step % max(trainer.log_every_n_steps, 1)) == 0 and moved:
+        # At the end of an epoch other callbacks may monitor it.
+        if last or (trainer.fit_loop.total_batch_idx + 1) % max(trainer.log_every_n_steps, 1) == 0:
             shown = {"bilevel/upper": numbers.upper, "bilevel/gap": info.gap}
             module.log_dict(shown, prog_bar=True, sync_dist=True)
             more = {"bilevel/lower": info.lower, "bilevel/multiplier": info.multiplier}
@@ -137,7 +141,8 @@ class MiniBatches(Callback):
                     f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
                     "yield batches."
                 )
-            step_schedulers(pl_module, "epoch", trainer.current_epoch + 1)
+            if trainer.is_last_batch and not trainer.fit_loop.restarting:
+                step_schedulers(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -174,6 +179,7 @@ def by_level(
     found: tuple[list[Any], list[Any]] = ([], [])
     seen: set[int] = set()
     for wrapped, optimizer in optimizers:
+        check_optimizer(optimizer)
         own = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
         place = [i for i, level in enumerate(levels) if own <= level]
         if len(place) != 1 or not own:
@@ -199,17 +205,22 @@ def by_level(
     return found
 
 
-def step_schedulers(module: Any, interval: str, count: int) -> None:
+def step_schedulers(
+    module: Any, interval: str, count: int, plateau: bool | None = None
+) -> None:
     """Step the schedulers of an interval, as Lightning does under automatic optimisation.
 
     Args:
         module: The module.
         interval: ``"step"`` or ``"epoch"``.
-        count: The number of steps or epochs so far.
+        count: The number of batches of the epoch, or of epochs, so far.
+        plateau: Whether those that monitor a metric, or the others; None for both.
     """
     trainer = module.trainer
     for config in trainer.lr_scheduler_configs:
         if config.interval != interval or count % config.frequency:
+            continue
+        if plateau is not None and plateau is not config.reduce_on_plateau:
             continue
         metric = None
         if config.reduce_on_plateau:
