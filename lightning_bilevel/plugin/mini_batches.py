@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_bilevel.core.problem import BilevelProblem
@@ -50,8 +51,24 @@ class MiniBatches(Callback):
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
         self._watched = False
+        self._moved = 0
+        self._monitors: dict[int, dict[str, Any]] = {}
         self._sample: list[Any] = []
         self._whole: tuple[int, Data] | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the monitors of the schedulers, which Lightning drops in manual optimisation."""
+        own, attributes = pl_module.configure_optimizers, vars(pl_module)
+        before = {k: v for k, v in attributes.items() if k == "configure_optimizers"}
+
+        def configure_optimizers() -> Any:
+            attributes.pop("configure_optimizers", None)
+            attributes.update(before)
+            return without_monitors(own(), self._monitors)
+
+        if stage == "fit":
+            attributes["configure_optimizers"] = configure_optimizers
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -67,6 +84,15 @@ class MiniBatches(Callback):
         declared = pl_module._declared()
         declared.resolve()
         check_all_declared(pl_module, declared)
+        for config in trainer.lr_scheduler_configs:
+            known = self._monitors.get(id(config.scheduler), {})
+            config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+            vars(config).update(known)
+            if config.reduce_on_plateau and config.monitor is None:
+                raise MisconfigurationException(
+                    f"`{type(pl_module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs a metric: "
+                    'return {"scheduler": ..., "monitor": "val_loss"}.'
+                )
         wrapped = pl_module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
         pairs = list(zip(wrapped, trainer.optimizers, strict=True))
@@ -96,7 +122,8 @@ class MiniBatches(Callback):
             self._sample.append(move_data_to_device(batch, "cpu"))
         last: bool = trainer.is_last_batch
         if moved:
-            step_schedulers(module, "step", batch_idx + 1)
+            step_schedulers(module, "step", batch_idx + 1, plateau=False)
+            self._moved = batch_idx + 1
         if last:
             step_schedulers(module, "epoch", trainer.current_epoch + 1, plateau=False)
         info = self.step.record(numbers)
@@ -134,6 +161,18 @@ class MiniBatches(Callback):
         return evaluating(self.step.module)
 
     @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_plateaus(pl_module)
+
+    def _step_plateaus(self, module: Any) -> None:
+        """Step the schedulers that monitor a metric, after the validation that may follow a step."""
+        if self._moved:
+            step_schedulers(module, "step", self._moved, plateau=True)
+            self._moved = 0
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step is not None:
             if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
@@ -141,6 +180,7 @@ class MiniBatches(Callback):
                     f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
                     "yield batches."
                 )
+            self._step_plateaus(pl_module)
             if trainer.is_last_batch and not trainer.fit_loop.restarting:
                 step_schedulers(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
 
@@ -205,8 +245,26 @@ def by_level(
     return found
 
 
+def without_monitors(returned: Any, found: dict[int, dict[str, Any]]) -> Any:
+    """Take what concerns a metric out of the configurations of schedulers.
+
+    Args:
+        returned: What ``configure_optimizers`` has returned.
+        found: Where it is put, by the scheduler's id.
+    """
+    if isinstance(returned, (list, tuple)):
+        return type(returned)(without_monitors(each, found) for each in returned)
+    if not isinstance(returned, dict):
+        return returned
+    if "lr_scheduler" in returned:
+        return {**returned, "lr_scheduler": without_monitors(returned["lr_scheduler"], found)}
+    keys = {"monitor", "strict", "reduce_on_plateau"} & returned.keys()
+    found[id(returned.get("scheduler"))] = {key: returned[key] for key in keys}
+    return {key: value for key, value in returned.items() if key not in keys}
+
+
 def step_schedulers(
-    module: Any, interval: str, count: int, plateau: bool | None = None
+    module: Any, interval: str, count: int, *, plateau: bool
 ) -> None:
     """Step the schedulers of an interval, as Lightning does under automatic optimisation.
 
@@ -214,16 +272,16 @@ def step_schedulers(
         module: The module.
         interval: ``"step"`` or ``"epoch"``.
         count: The number of batches of the epoch, or of epochs, so far.
-        plateau: Whether those that monitor a metric, or the others; None for both.
+        plateau: Whether those that monitor a metric, or the others.
     """
     trainer = module.trainer
     for config in trainer.lr_scheduler_configs:
-        if config.interval != interval or count % config.frequency:
+        if config.interval != interval or config.reduce_on_plateau is not plateau:
             continue
-        if plateau is not None and plateau is not config.reduce_on_plateau:
+        if count % config.frequency:
             continue
         metric = None
-        if config.reduce_on_plateau:
+        if plateau:
             metric = trainer.callback_metrics.get(config.monitor)
             if metric is None:
                 told = f"the scheduler monitors {config.monitor!r}, which is not logged yet"
@@ -248,7 +306,10 @@ def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
         optimizer = (given or other)(level.parameters)
         made: dict[str, Any] = {"optimizer": optimizer}
         if scheduler is not None:
-            made["lr_scheduler"] = {"scheduler": scheduler(optimizer), "interval": "step"}
+            its = scheduler(optimizer)
+            made["lr_scheduler"] = {"scheduler": its, "interval": "step"}
+            if isinstance(its, ReduceLROnPlateau):  # of Lightning's command line
+                made["lr_scheduler"] = {"scheduler": its, "monitor": getattr(its, "monitor", None)}
         found.append(made)
     return found
 
