@@ -140,7 +140,7 @@ class DeclaredLevels:
             adaptation,
             method,
             Options(
-                clip=clip if isinstance(clip, tuple) else (clip, clip),
+                clip=tuple(clip) if isinstance(clip, (tuple, list)) else (clip, clip),
                 accumulate=accumulate,
                 skip_nonfinite=skip_nonfinite,
             ),

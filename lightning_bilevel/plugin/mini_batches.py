@@ -55,6 +55,7 @@ class MiniBatches(Callback):
         self._monitors: dict[int, dict[str, Any]] = {}
         self._sample: list[Any] = []
         self._whole: tuple[int, Data] | None = None
+        self._loaders: Any = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -151,7 +152,7 @@ class MiniBatches(Callback):
             data = kept(module.trainer, self._sample)
         else:
             if self._whole is None or self._whole[0] != batches:
-                self._whole = batches, gathered(module.trainer, batches)
+                self._whole = batches, gathered(module.trainer, batches, self._loaders)
             data = self._whole[1]
         return problem_on_data(module, module._declared(), module.trainer, data), data.name
 
@@ -159,6 +160,10 @@ class MiniBatches(Callback):
         """Return a context for the evaluation of a certificate."""
         assert self.step is not None
         return evaluating(self.step.module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loaders = trainer.train_dataloader
 
     @override
     def on_train_batch_start(

@@ -49,7 +49,7 @@ def kept(trainer: Any, batches: list[dict[str, Any]]) -> Data:
     return Data(batch, name)
 
 
-def gathered(trainer: Any, batches: int) -> Data:
+def gathered(trainer: Any, batches: int, loaders: Any = None) -> Data:
     """Go through the training loaders once, each level to its own end, and keep what they yield.
 
     The random numbers of the run are the same afterwards. Each process has its own part of the
@@ -59,8 +59,9 @@ def gathered(trainer: Any, batches: int) -> Data:
         trainer: The Trainer of the run.
         batches: The most batches of a level. They and 1 GiB per level are the limit, above which
             the data are a sample.
+        loaders: Its training loaders, which a Trainer that has evaluated since does not know.
     """
-    loaders = trainer.train_dataloader
+    loaders = trainer.train_dataloader if loaders is None else loaders
     if trainer.limit_train_batches != 1.0:
         batches = int(min(batches, trainer.num_training_batches))
     state = torch.get_rng_state()

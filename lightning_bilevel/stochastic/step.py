@@ -59,6 +59,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"`declare(accumulate={self.accumulate})` must be at least 1.")
+        if len(self.clip) != 2:
+            raise ValueError(
+                f"`declare(gradient_clip_val={self.clip})` must be one number, or one per level."
+            )
         for value in self.clip:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`declare(gradient_clip_val={value})` must be positive.")
