@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_bilevel as lb
 from lightning_bilevel import stochastic
@@ -42,6 +42,11 @@ class Given(Cleaner):
 
 def sgd(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.1)
+
+
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 def usual(module: Any, x: Any) -> Any:
@@ -94,7 +99,7 @@ def scaled() -> MixedPrecision:
         ({"scaled": True}, "use bf16-mixed"),
         ({"data": DataLoader([1, 2])}, 'must be {"upper": ..., "lower": ...}'),
         ({"data": loader([{"upper": ()}, {"upper": ()}])}, 'must be {"upper": ..., "lower": ...}'),
-        ({"data": loader([])}, "must yield batches"),
+        ({"data": DataLoader(Nothing())}, "must yield batches"),
     ],
     ids=lambda v: str(v)[:20],
 )
@@ -147,5 +152,7 @@ def test_a_parameter_in_no_optimizer_is_told_and_stays() -> None:
     assert torch.equal(module.network.bias, before)  # type: ignore[arg-type]
 
 
-def test_methods_without_an_epoch_may_limit_batches() -> None:
+def test_no_batches_that_are_meant() -> None:
     fit(limit_train_batches=0)
+    with pytest.warns(UserWarning, match="ranks is zero"):
+        fit(data=loader([]))
