@@ -18,13 +18,13 @@ from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.plugin.batches import BatchProblem, check_batch
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
+from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import shared_problem
 from lightning_bilevel.plugin.run import Run
 from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["DeclaredLevels"]
@@ -127,7 +127,7 @@ class DeclaredLevels:
                 f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`, or "
                 "`configure_optimizers` a torch optimiser for each level."
             )
-        clip = gradient_clip_val
+        clip: Any = gradient_clip_val
         call = f"{type(self).__name__}.declare"
         self._declaration = Declaration(
             Level(call, "upper", upper, upper_set),

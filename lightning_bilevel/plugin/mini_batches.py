@@ -91,8 +91,8 @@ class MiniBatches(Callback):
             vars(config).update(known)
             if config.reduce_on_plateau and config.monitor is None:
                 raise MisconfigurationException(
-                    f"`{type(pl_module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs a metric: "
-                    'return {"scheduler": ..., "monitor": "val_loss"}.'
+                    f"`{type(pl_module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs "
+                    'a metric: return {"scheduler": ..., "monitor": "val_loss"}.'
                 )
         wrapped = pl_module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
@@ -172,7 +172,7 @@ class MiniBatches(Callback):
         self._step_plateaus(pl_module)
 
     def _step_plateaus(self, module: Any) -> None:
-        """Step the schedulers that monitor a metric, after the validation that may follow a step."""
+        """Step the schedulers that monitor a metric, after a validation that followed the step."""
         if self._moved:
             step_schedulers(module, "step", self._moved, plateau=True)
             self._moved = 0
@@ -268,9 +268,7 @@ def without_monitors(returned: Any, found: dict[int, dict[str, Any]]) -> Any:
     return {key: value for key, value in returned.items() if key not in keys}
 
 
-def step_schedulers(
-    module: Any, interval: str, count: int, *, plateau: bool
-) -> None:
+def step_schedulers(module: Any, interval: str, count: int, *, plateau: bool) -> None:
     """Step the schedulers of an interval, as Lightning does under automatic optimisation.
 
     Args:

@@ -25,6 +25,7 @@ from lightning_bilevel.plugin.checks import (
     check_trainer,
 )
 from lightning_bilevel.plugin.loggers import is_logged, publish_step
+from lightning_bilevel.plugin.mini_batches import MiniBatches, default_optimizers
 from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import RESTORED, Run
@@ -32,7 +33,6 @@ from lightning_bilevel.plugin.streaming import Stream, has_changing_batches
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.plugin.mini_batches import MiniBatches, default_optimizers
 
 __all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
 

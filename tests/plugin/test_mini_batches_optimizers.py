@@ -103,7 +103,8 @@ def test_optimizers_of_any_kind(make: Callable[[nn.Module], list[Optimizer]]) ->
         nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         for optimizer in optimizers:
             optimizer.step()
-    assert module.mini_batches is not None and module.mini_batches.step is not None
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
     for mine, other in zip(module.mini_batches.step.shadow.z, net.parameters(), strict=True):
         torch.testing.assert_close(mine.data, other.data, rtol=0, atol=1e-6)
     assert module.trainer.global_step == 5
@@ -267,9 +268,7 @@ HELD = plateau("nothing", strict=False)
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nothing.*")
-def test_schedulers_step_as_in_automatic_optimization(
-    config: Any, options: dict[str, Any]
-) -> None:
+def test_schedulers_step_as_in_automatic_optimization(config: Any, options: dict[str, Any]) -> None:
     data = batches(7, torch.float32)
     options = {**FIT, "max_epochs": 3, **options}
     accumulate = options.pop("accumulate", 1)
@@ -282,7 +281,8 @@ def test_schedulers_step_as_in_automatic_optimization(
     trainer.fit(module, loader(data), loader(data[:1]))
     assert mine.seen == plain.seen
     assert len(set(mine.seen)) > 1 or config is HELD
-    assert module.mini_batches is not None and module.mini_batches.step is not None
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
     step = module.mini_batches.step
     assert trainer.global_step == step.k
 

@@ -99,7 +99,8 @@ def test_steps_are_batches(options: dict[str, Any], steps: int, tmp_path: Path) 
     run = trainer(tmp_path, **options)
     run.fit(module, *data())
     assert run.global_step == steps
-    assert module.mini_batches is not None and module.mini_batches.step is not None
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
     assert module.mini_batches.step.k == steps
 
 
@@ -118,7 +119,8 @@ def test_the_first_gap_is_zero(method: Method, tmp_path: Path) -> None:
     run = trainer(tmp_path, points, max_steps=1)
     run.fit(module, *data())
     assert float(run.callback_metrics["bilevel/gap"]) == 0.0
-    assert module.last_step is not None and float(module.last_step.gap) == 0.0
+    assert module.last_step is not None
+    assert float(module.last_step.gap) == 0.0
     if not isinstance(method, (SOBA, DARTS)):
         assert torch.equal(points.seen[0], torch.zeros(SAMPLES))
 
@@ -216,16 +218,20 @@ def test_a_second_fit_and_evaluation_between(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=1)
     run.fit(module, *data())
     first = module.mini_batches
-    assert first is not None and first.step is not None
+    assert first is not None
+    assert first.step is not None
     assert "test_loss" in run.test(module, data()[1], verbose=False)[0]
     run.validate(module, data()[1], verbose=False)
-    assert module.mini_batches is first and first.step.k == 5  # evaluation leaves it alone
+    assert module.mini_batches is first  # evaluation leaves it alone
+    assert first.step.k == 5
     certificate = module.certify()
-    assert certificate is not None and certificate.upper > 0
+    assert certificate is not None
+    assert certificate.upper > 0
     points, x = Points(), module.logits.detach().clone()
     trainer(tmp_path, points, max_epochs=1).fit(module, *data())
     assert module.mini_batches is not first
-    assert torch.equal(points.seen[1], x) and not torch.equal(points.seen[3], x)
+    assert torch.equal(points.seen[1], x)
+    assert not torch.equal(points.seen[3], x)
 
 
 def test_saved_weights_for_evaluation(tmp_path: Path) -> None:
@@ -283,7 +289,8 @@ def test_hooks_without_super_resume_bit_for_bit(at: str, accumulate: int, tmp_pa
         # As with every module: it is saved before the metric is looked at.
         rates, others = rates[1:], others[1:]
     else:
-        assert whole.last_step is not None and float(whole.logits.detach().abs().max()) > 0
+        assert whole.last_step is not None
+        assert float(whole.logits.detach().abs().max()) > 0
         for name, value in whole.state_dict().items():
             assert torch.equal(value, again.state_dict()[name])
     assert rates == others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_each_level_is_clipped(several: bool) -> None:
     """As a whole, also where it has several optimisers."""
     module = Unit(F2SA(), several, gradient_clip_val=(1e-4, 1e-2))
     seen = run(module, batches(4, torch.float32)).seen
-    for before, after in zip(seen[1:], seen[2:], strict=False):
+    for before, after in pairwise(seen[1:]):
         assert distance(before["x"], after["x"]) == pytest.approx(1e-4, rel=1e-2)
         assert distance(before["y"], after["y"]) == pytest.approx(1e-2, rel=1e-2)
         assert distance(before["z"], after["z"]) == pytest.approx(1e-2, rel=1e-2)
@@ -101,7 +102,7 @@ def test_one_level_may_be_clipped_alone() -> None:
 )
 def test_when_x_moves(method: Method, moved: str) -> None:
     seen = run(Unit(method), batches(8, torch.float32)).seen
-    pairs = list(zip(seen, seen[1:], strict=False))
+    pairs = list(pairwise(seen))
     assert "".join(str(int(distance(a["x"], b["x"]) > 0)) for a, b in pairs) == moved
     assert all(distance(a["y"], b["y"]) > 0 for a, b in pairs)
 
@@ -113,7 +114,9 @@ def sick(data: list[Any], *places: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("method", [F2SA(), StreamingIVSP(), SOBA()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [F2SA(), StreamingIVSP(), SOBA()], ids=lambda m: type(m).__name__
+)
 def test_a_batch_that_is_not_finite_makes_no_step(method: Method, accumulate: int) -> None:
     module = Unit(method, skip_nonfinite=True, accumulate=accumulate)
     seen = run(module, sick(batches(8, torch.float32), 4)).seen
@@ -121,9 +124,11 @@ def test_a_batch_that_is_not_finite_makes_no_step(method: Method, accumulate: in
     for kind, values in before.items():
         assert len(values) > 0
         assert all(torch.equal(a, b) for a, b in zip(values, after[kind], strict=True)), kind
-    assert module.last_step is not None and module.last_step.skipped == 1
+    assert module.last_step is not None
+    assert module.last_step.skipped == 1
     step = module.mini_batches.step  # type: ignore[union-attr]
-    assert step is not None and step.skipped == (1, 0)
+    assert step is not None
+    assert step.skipped == (1, 0)
     assert step.k == module.trainer.global_step == 8 // accumulate - 1
     assert all(t.isfinite().all() for values in seen[-1].values() for t in values)
     assert distance(seen[-1]["y"], after["y"]) > 0

@@ -60,7 +60,8 @@ def run(method: str, way: str, data: Any, **options: Any) -> list[torch.Tensor]:
         max_epochs=1, precision="64-true", enable_checkpointing=False, **OPTIONS, **options
     )
     trainer.fit(module, loader(data))
-    assert module.mini_batches is not None and module.mini_batches.step is not None
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
     return [*(p.detach() for p in module.parameters()), *module.mini_batches.step.shadow.z]
 
 
@@ -99,7 +100,9 @@ def train(folder: Path, *callbacks: Callback) -> None:
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     module = Cleaner(StreamingIVSP())
-    trainer = Trainer(max_epochs=3, callbacks=[LastCheckpoint(folder, "1ms"), *callbacks], **OPTIONS)
+    trainer = Trainer(
+        max_epochs=3, callbacks=[LastCheckpoint(folder, "1ms"), *callbacks], **OPTIONS
+    )
     trainer.fit(module, Stateful(batches(6, torch.float32)), ckpt_path="last")
 
 
