@@ -43,8 +43,9 @@ def check_automatic(module: LightningModule, trainer: Any) -> None:
     if clip or accumulated != 1:
         raise MisconfigurationException(
             f"`Trainer(gradient_clip_val={clip}, accumulate_grad_batches={accumulated})` does not "
-            "reach bilevel steps. On mini-batches use `declare(gradient_clip_val=..., "
-            "accumulate=...)`; on all data let the loader yield `Chunks` of the larger batch."
+            "reach the steps of a bilevel solver. On mini-batches use "
+            "`declare(gradient_clip_val=..., accumulate=...)`; on all data let the loader yield "
+            "the larger batch, as `Chunks` if it does not fit into memory."
         )
     averages = any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks)
     if averages and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
@@ -95,5 +96,7 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
     if module.automatic_optimization or not isinstance(solver, BilevelOptimizer):
         raise MisconfigurationException(
             f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its "
-            "`configure_optimizers` must return the solver of `super().configure_optimizers()`."
+            "`configure_optimizers` must return the solver of `super().configure_optimizers()`, or "
+            "a torch optimiser per level; then an own `configure_callbacks` must add to "
+            "`super().configure_callbacks()`."
         )

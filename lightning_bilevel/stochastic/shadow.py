@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,11 @@ class Shadow:
         self.buffers = list(buffers)
         self.z = [nn.Parameter(p.detach().clone()) for p in self.parameters]
         self.z_buffers = [b.clone() for b in self.buffers]
+        self._both = [*self.parameters, *self.buffers], [*self.z, *self.z_buffers]
 
-    @contextmanager
-    def exchanged(self) -> Iterator[None]:
+    def exchanged(self) -> AbstractContextManager[None]:
         """Evaluate the module at z, with the buffers of z."""
-        with exchanged(self.parameters, self.z), exchanged(self.buffers, self.z_buffers):
-            yield
+        return exchanged(*self._both)
 
     def distance(self) -> Tensor:
         r"""Return :math:`|y - z|^2`."""

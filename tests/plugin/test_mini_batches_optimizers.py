@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch.cli
 import pytest
 import torch
 from by_hand import OPTIONS, Cleaner, batches, loader, trainable
@@ -302,6 +303,37 @@ def test_rates_and_momenta_of_z_are_those_of_y() -> None:
     # A step of z has what the step of y had, which the scheduler has changed since.
     assert of_z[1:] == rates.seen[:7]
     assert len(set(of_z)) == 8
+
+
+class Declared(Logged, BilevelModule):
+    """Without a ``configure_optimizers`` of its own, as ready modules are."""
+
+    upper_loss, lower_loss = Cleaner.upper_loss, Cleaner.lower_loss
+
+    def __init__(self, **declared: Any) -> None:
+        super().__init__()
+        self.logits, self.network = nn.Parameter(torch.zeros(60)), small()
+        self.declare(upper=self.logits, lower=self.network, **declared)
+
+
+def test_declared_optimizers_and_schedulers() -> None:
+    module = Declared(
+        lower_optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9),
+        upper_scheduler=lambda o: StepLR(o, 1, 0.5),
+        lower_scheduler=lambda o: lightning.pytorch.cli.ReduceLROnPlateau(
+            o, "val_loss", patience=0, factor=0.5
+        ),
+    )
+    rates, data = Rates(1), batches(2, torch.float32)
+    run = Trainer(callbacks=[rates], **{**FIT, "max_epochs": 4})
+    run.fit(module, loader(data), loader(data[:1]))
+    assert [rate for rate, _ in rates.seen] == [0.1] * 4 + [0.05] * 2 + [0.025] * 2 + [0.0125]
+    (above,) = run.optimizers[0].param_groups
+    assert isinstance(run.optimizers[0], AdamW)
+    assert above["lr"] == 1e-2 * 0.5**8
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
+    assert module.mini_batches.step.method == F2SA()
 
 
 def test_a_metric_that_is_missing() -> None:

@@ -94,7 +94,7 @@ def scaled() -> MixedPrecision:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_clip_val": 0.5}, r"use `declare\(gradient_clip_val=..., accumulate=...\)`"),
+        ({"gradient_clip_val": 0.5}, r"`declare\(gradient_clip_val=..., accumulate=...\)`"),
         ({"accumulate_grad_batches": 4}, r"`declare\(gradient_clip_val=..., accumulate=...\)`"),
         ({"scaled": True}, "use bf16-mixed"),
         ({"data": DataLoader([1, 2])}, 'must be {"upper": ..., "lower": ...}'),
@@ -140,6 +140,16 @@ def test_declarations(declared: dict[str, Any], message: str) -> None:
 def test_constants(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_callbacks_without_those_of_the_mixin() -> None:
+    class Own(Given):
+        def configure_callbacks(self) -> list[Any]:
+            return []
+
+    run = Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)
+    with pytest.raises(MisconfigurationException, match=r"add to `super\(\).configure_callbacks"):
+        run.fit(Own(usual), loader(batches(1, torch.float32)))
 
 
 def test_a_parameter_in_no_optimizer_is_told_and_stays() -> None:
