@@ -100,6 +100,13 @@ class DeclaredLevels:
                 f"`{type(self).__name__}.declare()` was given a solver, for exact runs, and a "
                 "method or optimisers, for mini-batches: give one of the two."
             )
+        if method is not None and not isinstance(method, Method):
+            raise TypeError(
+                f"`{type(self).__name__}.declare(method={getattr(method, '__name__', method)!s})` "
+                "must be an instance of a method on mini-batches, such as "
+                "`lightning_bilevel.stochastic.F2SA()`; a solver for all data is given as "
+                "`solver=`."
+            )
         solver = solver or type(self).default_solver
         optimizers = upper_optimizer, lower_optimizer
         by_torch = method is not None or any(optimizers) or self._has_own_optimizers()
@@ -108,7 +115,7 @@ class DeclaredLevels:
                 f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`, or "
                 "`configure_optimizers` a torch optimiser for each level."
             )
-        clip = gradient_clip_val
+        clip: Any = gradient_clip_val
         steps = upper_scheduler, lower_scheduler, clip, None if accumulate == 1 else accumulate
         if not by_torch and any(given is not None for given in steps):
             raise ValueError(
@@ -125,7 +132,7 @@ class DeclaredLevels:
             qualification,
             method,
             Options(
-                clip=clip if isinstance(clip, tuple) else (clip, clip),
+                clip=tuple(clip) if isinstance(clip, (tuple, list)) else (clip, clip),
                 accumulate=accumulate,
                 skip_nonfinite=skip_nonfinite,
             ),

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_bilevel.core.problem import BilevelProblem
@@ -25,7 +26,7 @@ from lightning_bilevel.plugin.whole_data import Data, evaluating, gathered, kept
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
-from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
+from lightning_bilevel.stochastic.shadow import Shadow, check_optimizer, copy_optimizer
 from lightning_bilevel.stochastic.step import Step
 
 __all__ = ["MiniBatches", "default_optimizers"]
@@ -51,8 +52,25 @@ class MiniBatches(Callback):
         self._saved: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._watched = False
+        self._moved = 0
+        self._monitors: dict[int, dict[str, Any]] = {}
         self._sample: list[Any] = []
         self._known: tuple[tuple[bool, int], tuple[BilevelProblem, str]] | None = None
+        self._loaders: Any = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the monitors of the schedulers, which Lightning drops in manual optimisation."""
+        own, attributes = pl_module.configure_optimizers, vars(pl_module)
+        before = {k: v for k, v in attributes.items() if k == "configure_optimizers"}
+
+        def configure_optimizers() -> Any:
+            attributes.pop("configure_optimizers", None)
+            attributes.update(before)
+            return without_monitors(own(), self._monitors)
+
+        if stage == "fit":
+            attributes["configure_optimizers"] = configure_optimizers
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -68,6 +86,15 @@ class MiniBatches(Callback):
         declared = pl_module._declared()
         declared.resolve()
         check_all_declared(pl_module, declared)
+        for config in trainer.lr_scheduler_configs:
+            known = self._monitors.get(id(config.scheduler), {})
+            config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+            vars(config).update(known)
+            if config.reduce_on_plateau and config.monitor is None:
+                raise MisconfigurationException(
+                    f"`{type(pl_module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs "
+                    'a metric: return {"scheduler": ..., "monitor": "val_loss"}.'
+                )
         wrapped = pl_module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
         pairs = list(zip(wrapped, trainer.optimizers, strict=True))
@@ -96,6 +123,7 @@ class MiniBatches(Callback):
         if self._random is not None and batch_idx > 0:
             _restore_random_state(pl_module.device, self._random)
         self._random = None
+        self._step_plateaus(pl_module)
 
     def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
         """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
@@ -105,10 +133,15 @@ class MiniBatches(Callback):
         trainer = module.trainer
         if self._watched and len(self._sample) < SAMPLE:
             self._sample.append(move_data_to_device(batch, "cpu"))
+        last: bool = trainer.is_last_batch
         if moved:
-            step_schedulers(module, "step", batch_idx + 1)
+            step_schedulers(module, "step", batch_idx + 1, plateau=False)
+            self._moved = batch_idx + 1
+        if last:
+            step_schedulers(module, "epoch", trainer.current_epoch + 1, plateau=False)
         info = self.step.record(numbers)
-        if (trainer.global_step % max(trainer.log_every_n_steps, 1)) == 0 and moved:
+        # At the end of an epoch other callbacks may monitor it.
+        if last or (trainer.fit_loop.total_batch_idx + 1) % max(trainer.log_every_n_steps, 1) == 0:
             shown = {"bilevel/upper": numbers.upper, "bilevel/gap": info.gap}
             module.log_dict(shown, prog_bar=True, sync_dist=True)
             more = {"bilevel/lower": info.lower, "bilevel/multiplier": info.multiplier}
@@ -136,7 +169,7 @@ class MiniBatches(Callback):
         sample = sample and bool(self._sample)
         asked = sample, len(self._sample) if sample else batches
         if self._known is None or self._known[0] != asked:
-            data = kept(trainer, self._sample) if sample else gathered(trainer, batches)
+            data = kept(trainer, self._sample) if sample else gathered(trainer, batches, self._loaders)
             # The same problem again, so that a certificate of the same point is known.
             self._known = asked, on(data)
         return self._known[1]
@@ -147,6 +180,16 @@ class MiniBatches(Callback):
         return evaluating(self.step.module)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loaders = trainer.train_dataloader
+
+    def _step_plateaus(self, module: Any) -> None:
+        """Step the schedulers that monitor a metric, after a validation that followed the step."""
+        if self._moved:
+            step_schedulers(module, "step", self._moved, plateau=True)
+            self._moved = 0
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step is not None:
             if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
@@ -154,7 +197,9 @@ class MiniBatches(Callback):
                     f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
                     "yield batches."
                 )
-            step_schedulers(pl_module, "epoch", trainer.current_epoch + 1)
+            self._step_plateaus(pl_module)
+            if trainer.is_last_batch and not trainer.fit_loop.restarting:
+                step_schedulers(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -197,6 +242,7 @@ def by_level(
     found: tuple[list[Any], list[Any]] = ([], [])
     seen: set[int] = set()
     for wrapped, optimizer in optimizers:
+        check_optimizer(optimizer)
         own = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
         place = [i for i, level in enumerate(levels) if own <= level]
         if len(place) != 1 or not own:
@@ -224,20 +270,41 @@ def by_level(
     return found
 
 
-def step_schedulers(module: Any, interval: str, count: int) -> None:
+def without_monitors(returned: Any, found: dict[int, dict[str, Any]]) -> Any:
+    """Take what concerns a metric out of the configurations of schedulers.
+
+    Args:
+        returned: What ``configure_optimizers`` has returned.
+        found: Where it is put, by the scheduler's id.
+    """
+    if isinstance(returned, (list, tuple)):
+        return type(returned)(without_monitors(each, found) for each in returned)
+    if not isinstance(returned, dict):
+        return returned
+    if "lr_scheduler" in returned:
+        return {**returned, "lr_scheduler": without_monitors(returned["lr_scheduler"], found)}
+    keys = {"monitor", "strict", "reduce_on_plateau"} & returned.keys()
+    found[id(returned.get("scheduler"))] = {key: returned[key] for key in keys}
+    return {key: value for key, value in returned.items() if key not in keys}
+
+
+def step_schedulers(module: Any, interval: str, count: int, *, plateau: bool) -> None:
     """Step the schedulers of an interval, as Lightning does under automatic optimisation.
 
     Args:
         module: The module.
         interval: ``"step"`` or ``"epoch"``.
-        count: The number of steps or epochs so far.
+        count: The number of batches of the epoch, or of epochs, so far.
+        plateau: Whether those that monitor a metric, or the others.
     """
     trainer = module.trainer
     for config in trainer.lr_scheduler_configs:
-        if config.interval != interval or count % config.frequency:
+        if config.interval != interval or config.reduce_on_plateau is not plateau:
+            continue
+        if count % config.frequency:
             continue
         metric = None
-        if config.reduce_on_plateau:
+        if plateau:
             metric = trainer.callback_metrics.get(config.monitor)
             if metric is None:
                 told = f"the scheduler monitors {config.monitor!r}, which is not logged yet"
@@ -262,7 +329,10 @@ def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
         optimizer = (given or other)(level.parameters)
         made: dict[str, Any] = {"optimizer": optimizer}
         if scheduler is not None:
-            made["lr_scheduler"] = {"scheduler": scheduler(optimizer), "interval": "step"}
+            its = scheduler(optimizer)
+            made["lr_scheduler"] = {"scheduler": its, "interval": "step"}
+            if isinstance(its, ReduceLROnPlateau):  # of Lightning's command line
+                made["lr_scheduler"] = {"scheduler": its, "monitor": getattr(its, "monitor", None)}
         found.append(made)
     return found
 

@@ -118,7 +118,8 @@ class BilevelMixin(CertifiedPoints):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             check_automatic(self._module(), trainer)
         given = super().configure_callbacks()  # type: ignore[misc]
-        self._mini_batches = MiniBatches()
+        if self._mini_batches is None or trainer is None or trainer.state.fn == TrainerFn.FITTING:
+            self._mini_batches = MiniBatches()
         return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
 
     def on_fit_end(self) -> None:
@@ -192,7 +193,8 @@ class BilevelMixin(CertifiedPoints):
         module = self._module()
         trainer = module._trainer
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if checkpoint.get(KEY, {}).get("mini_batches"):
+        by_torch = MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
+        if by_torch or checkpoint.get(KEY, {}).get("mini_batches"):
             if trainer is not None and trainer.precision == "64-true":
                 module.double()
             super().on_load_checkpoint(checkpoint)  # type: ignore[misc]

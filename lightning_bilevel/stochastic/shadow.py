@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["Shadow", "copy_optimizer", "exchanged"]
+__all__ = ["Shadow", "check_optimizer", "copy_optimizer", "exchanged"]
 
 
 @contextmanager
@@ -57,12 +57,11 @@ class Shadow:
         self.buffers = list(buffers)
         self.z = [nn.Parameter(p.detach().clone()) for p in self.parameters]
         self.z_buffers = [b.clone() for b in self.buffers]
+        self._both = [*self.parameters, *self.buffers], [*self.z, *self.z_buffers]
 
-    @contextmanager
-    def exchanged(self) -> Iterator[None]:
+    def exchanged(self) -> AbstractContextManager[None]:
         """Evaluate the module at z, with the buffers of z."""
-        with exchanged(self.parameters, self.z), exchanged(self.buffers, self.z_buffers):
-            yield
+        return exchanged(*self._both)
 
     def distance(self) -> Tensor:
         r"""Return :math:`|y - z|^2`."""
@@ -94,6 +93,16 @@ class Shadow:
             own.copy_(value)
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimiser that evaluates its loss."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"`{type(optimizer).__name__}` evaluates its loss several times in a step, and a "
+            "bilevel step has one evaluation of g at y and one at z: take an optimiser that steps "
+            "by `.grad`."
+        )
+
+
 def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter]) -> Optimizer:
     """Return an optimiser like another one, with an empty state, over copies of its parameters.
 
@@ -101,15 +110,10 @@ def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter
         optimizer: The optimiser; only its parameters among the keys of ``copies`` are taken.
         copies: The copy of each parameter.
     """
-    call = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"`{call}` evaluates its loss several times in a step, and a bilevel step has one "
-            "evaluation of g at y and one at z: take an optimiser that steps by `.grad`."
-        )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise ValueError(
-            f"`{call}` wraps another optimiser, which cannot be copied for z: give the inner one."
+            f"`{type(optimizer).__name__}` wraps another optimiser, which cannot be copied for z: "
+            "give the inner one."
         )
     made = copy.copy(optimizer)
     # `copy` keeps the constructor's three entries only; a scheduler wraps `step` of the instance.

@@ -60,6 +60,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"`declare(accumulate={self.accumulate})` must be at least 1.")
+        if len(self.clip) != 2:
+            raise ValueError(
+                f"`declare(gradient_clip_val={self.clip})` must be one number, or one per level."
+            )
         for value in self.clip:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`declare(gradient_clip_val={value})` must be positive.")
@@ -153,8 +157,9 @@ class Step:
 
     @property
     def last(self) -> bool:
-        """Whether the batch is the last one of its step."""
-        return self.batches + 1 == self.options.accumulate
+        """Whether the batch is the last one of its step; a step does not go on into an epoch."""
+        full = self.batches + 1 == self.options.accumulate
+        return full or bool(self.module.trainer.is_last_batch)
 
     def __call__(self, batch: Any) -> tuple[Numbers, bool]:
         """Evaluate a batch; return its numbers, and whether the variables moved."""
@@ -163,14 +168,18 @@ class Step:
             for parameter in self._parameters():
                 parameter.grad = None
             if self.options.skip_nonfinite:
-                self._buffers = [b.clone() for b in self._written()]
+                self._before = [b.clone() for b in self._written()], self.tracked
+                self._losses = []
         add_gradients = self.module.batch_gradients or self.method.add_gradients
         numbers: Numbers = add_gradients(self, batch["lower"], batch["upper"])
-        moved = self.last and self._is_finite()
+        if self.options.skip_nonfinite:
+            self._losses += [numbers.upper, numbers.lower, numbers.inner]
+        last = self.last
+        self.batches = 0 if last else self.batches + 1
+        moved = last and self._is_finite()
         if moved:
             self._move()
             self.k += 1
-        self.batches = 0 if self.last else self.batches + 1
         self.seconds += time.perf_counter() - began
         return numbers, moved
 
@@ -299,14 +308,15 @@ class Step:
         if not self.options.skip_nonfinite:
             return True
         norms = [p.grad.norm() for p in self._parameters() if p.grad is not None]
-        finite = bool(torch.stack(norms).isfinite().all())
+        finite = bool(torch.stack([*norms, *self._losses]).isfinite().all())
         if self.module.trainer.strategy.reduce_boolean_decision(finite, all=True):
             self.skipped = self.skipped[0], 0
             return True
-        for buffer, kept in zip(self._written(), self._buffers, strict=True):
+        buffers, self.tracked = self._before
+        for buffer, kept in zip(self._written(), buffers, strict=True):
             buffer.copy_(kept)
         self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
-        if self.skipped[1] == PATIENCE:
+        if self.skipped[1] >= PATIENCE:
             raise BilevelError(
                 f"{PATIENCE} mini-batches in a row had a loss or gradient that is not finite; the "
                 "parameters are at the last good point. Lower the rates, or clip the gradients by "
@@ -320,10 +330,11 @@ class Step:
                 parameter.grad = None
         lower = [optimizer.optimizer for optimizer in self.lower_optimizers]
         upper = [optimizer.optimizer for optimizer in self.upper_optimizers]
-        levels = zip(self.options.clip, (upper, [*lower, *self.shadow_optimizers]), strict=True)
-        for bound, optimizers in levels:
-            for optimizer in optimizers if bound is not None else ():
-                self.module.clip_gradients(optimizer, bound, "norm")
+        above, below = self.options.clip
+        for bound, optimizers in ((above, upper), (below, lower), (below, self.shadow_optimizers)):
+            if bound is not None:
+                groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+                nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], bound)
         for copied, optimizer in zip(self.shadow_optimizers, lower, strict=True):
             follow(copied, optimizer)
             copied.step()

@@ -496,7 +496,7 @@ class TestTrainingStep:
                 made = [torch.optim.Adam(self.parameters()) for _ in range(optimizers)]
                 return made[0] if optimizers == 1 else made
 
-        with pytest.raises(MisconfigurationException, match="Adam has parameters of both levels"):
+        with pytest.raises(MisconfigurationException, match="has parameters of both levels"):
             fitted(tmp_path, Mine())
 
     def test_automatic_optimization_is_refused(self, tmp_path: Path) -> None:

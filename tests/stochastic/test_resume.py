@@ -7,33 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import OPTIONS, Cleaner, Listed, batches
+from by_hand import OPTIONS, Cleaner, Listed, Stateful, batches
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_bilevel.stochastic import DARTS, F2SA, MEHA, SOBA, Method, StreamingIVSP
-
-
-class Stateful(DataLoader[Any]):
-    """A loader that knows how far it has come."""
-
-    def __init__(self, given: Any) -> None:
-        super().__init__(Listed(given), batch_size=None)
-        self.given, self.place = given, 0
-
-    def __iter__(self) -> Any:
-        begin = self.place % len(self.given)
-        for index in range(begin, len(self.given)):
-            self.place = index + 1
-            yield self.given[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 class SaveAt(Callback):

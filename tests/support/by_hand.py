@@ -100,6 +100,26 @@ def loader(given: list[Batch]) -> DataLoader[Batch]:
     return DataLoader(Listed(given), batch_size=None)
 
 
+class Stateful(DataLoader[Any]):
+    """A loader that knows how far it has come."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(Listed(given), batch_size=None)
+        self.given, self.place = given, 0
+
+    def __iter__(self) -> Any:
+        begin = self.place % len(self.given)
+        for index in range(begin, len(self.given)):
+            self.place = index + 1
+            yield self.given[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Cleaner(BilevelModule):
     """One weight per sample above, a classifier below."""
 
