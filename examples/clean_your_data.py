@@ -125,11 +125,9 @@ def train(x: Tensor, y: Tensor, mix: Tensor) -> nn.Module:
 
 def learn_weights(x: Tensor, y: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """A weight for each training sample; with more passes the weights move less in each."""
-    n = len(y)
-    batch = min(64, max(n // 4, 1))
+    n, batch = len(y), min(64, max(len(y) // 4, 1))
     steps = max(800, 7 * n // batch)
-    passes = steps * batch / n
-    weights = lb.SampleWeights(n)
+    passes, weights = steps * batch / n, lb.SampleWeights(n)
     module = lb.Reweighting(
         network(x, int(y.max()) + 1),
         weights,
@@ -157,13 +155,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corrupted = None if given.sets else write_digits(Path(folder))
         paths = given.sets or [Path(folder, f"{name}.csv") for name in ("train", "trusted", "test")]
-        try:
-            sets = [read(path, given.label, given.id) for path in paths]
-        except OSError as error:
-            sys.exit(str(error))
+        if missing := [str(path) for path in paths if not path.exists()]:
+            sys.exit(f"There is no {missing[0]}.")
+        sets = [read(path, given.label, given.id) for path in paths]
     (x, y), (u, v), (inputs, truth) = prepare(sets)
-    classes = sorted(set(sets[0][1]))
-    eye = torch.eye(len(classes))
+    eye = torch.eye(len(classes := sorted(set(sets[0][1]))))
     print(f"{len(y)} samples of {len(classes)} classes, {len(v)} trusted, {len(truth)} for tests")
 
     def retrain(kept: Tensor) -> nn.Module:
@@ -181,7 +177,6 @@ def main(arguments: list[str] | None = None) -> None:
     found["gold loss correction"] = train(*both, torch.cat([mix, eye], 1))
     weights = learn_weights(x, y, u, v)
     found["learned weights"] = model = retrain(weights > 0.5)
-
     wrong = {name: net(inputs).argmax(1) != truth for name, net in found.items()}
     trust = {name: net(x).softmax(1).gather(1, y[:, None])[:, 0] for name, net in found.items()}
     trust["learned weights"] = weights

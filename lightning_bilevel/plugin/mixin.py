@@ -25,9 +25,10 @@ from lightning_bilevel.plugin.checks import (
     check_trainer,
 )
 from lightning_bilevel.plugin.loggers import is_logged, publish_step
-from lightning_bilevel.plugin.mini_batches import MiniBatches, default_optimizers
+from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.run import RESTORED, Run
+from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo

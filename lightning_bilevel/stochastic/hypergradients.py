@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class SOBA(Method):
         Dagréou, Ablin, Vaiter, Moreau: A Framework for Bilevel Optimization that Enables Stochastic
             and Global Variance Reduction Algorithms. NeurIPS 2022.
     """
+
+    decays_shadow: ClassVar[bool] = False  # v solves a linear system
 
     def start(self, step: Step) -> None:
         with torch.no_grad():

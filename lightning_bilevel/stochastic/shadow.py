@@ -129,7 +129,9 @@ def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter
     return made
 
 
-def follow(copied: Optimizer, optimizer: Optimizer) -> None:
+def follow(copied: Optimizer, optimizer: Optimizer, *, decays: bool = True) -> None:
     """Take over rates, momenta and weight decay, which a scheduler may have changed."""
     for mine, group in zip(copied.param_groups, optimizer.param_groups, strict=True):
         mine.update({name: value for name, value in group.items() if name != "params"})
+        if not decays and "weight_decay" in mine:
+            mine["weight_decay"] = 0.0

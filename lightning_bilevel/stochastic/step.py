@@ -89,6 +89,9 @@ class Method(ABC):
                 "least 0 and at least 1."
             )
 
+    # Whether the second copy decays as y does.
+    decays_shadow: ClassVar[bool] = True
+
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope that the method goes down, for the certificate."""
@@ -336,7 +339,7 @@ class Step:
                 groups = [group for optimizer in optimizers for group in optimizer.param_groups]
                 nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], bound)
         for copied, optimizer in zip(self.shadow_optimizers, lower, strict=True):
-            follow(copied, optimizer)
+            follow(copied, optimizer, decays=self.method.decays_shadow)
             copied.step()
         # Lightning counts the steps of its wrapper: one of them is one step of the run.
         counted, *others = [*self.lower_optimizers, *self.upper_optimizers]
