@@ -113,9 +113,8 @@ def train(x: Tensor, y: Tensor, mix: Tensor) -> nn.Module:
     """A fresh network, by Adam on -log (p mix)[label] with its probabilities p."""
     model = network(x, len(mix))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    batch = min(64, len(y))
-    for _ in range(max(300, 8 * len(y) // batch)):
-        chosen = torch.randint(len(y), (batch,))
+    for _ in range(max(300, 8 * len(y) // 64)):
+        chosen = torch.randint(len(y), (min(64, len(y)),))
         optimizer.zero_grad()
         p = model(x[chosen]).softmax(1) @ mix
         nn.functional.nll_loss(p.clamp(min=1e-8).log(), y[chosen]).backward()
@@ -155,9 +154,10 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corrupted = None if given.sets else write_digits(Path(folder))
         paths = given.sets or [Path(folder, f"{name}.csv") for name in ("train", "trusted", "test")]
-        if missing := [str(path) for path in paths if not path.exists()]:
-            sys.exit(f"There is no {missing[0]}.")
-        sets = [read(path, given.label, given.id) for path in paths]
+        try:
+            sets = [read(path, given.label, given.id) for path in paths]
+        except OSError as error:
+            sys.exit(f"A set cannot be read: {error}")
     (x, y), (u, v), (inputs, truth) = prepare(sets)
     eye = torch.eye(len(classes := sorted(set(sets[0][1]))))
     print(f"{len(y)} samples of {len(classes)} classes, {len(v)} trusted, {len(truth)} for tests")

@@ -186,16 +186,14 @@ class Step:
         self.seconds += time.perf_counter() - began
         return numbers, moved
 
-    def record(self, numbers: Numbers) -> StreamInfo:
+    def record(self, numbers: Any) -> StreamInfo:
         """Return the record of a batch; its numbers are tensors until somebody reads them."""
-        values: dict[str, Any] = {
-            "upper": numbers.upper,
-            "lower": numbers.lower,
-            "gap": wide(numbers.lower) - wide(numbers.inner),
-            "multiplier": numbers.multiplier,
-        }
+        gap: Any = wide(numbers.lower) - wide(numbers.inner)
         return StreamInfo(
-            **values,
+            upper=numbers.upper,
+            lower=numbers.lower,
+            gap=gap,
+            multiplier=numbers.multiplier,
             inner_iterations=self.module.inner_iterations,
             iteration=self.k,
             calls=Calls(upper=1, lower=2),
@@ -242,9 +240,8 @@ class Step:
     def same_draws(self) -> AbstractContextManager[None]:
         """Draw random numbers that the next evaluation draws again: the same dropout at y and z."""
         device = self.module.device
-        if device.type == "cpu":
-            return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(devices=[device], device_type=device.type)
+        others = [] if device.type == "cpu" else [device]
+        return torch.random.fork_rng(devices=others, device_type=device.type)
 
     def take(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
         """Return the gradients of parameters, which have none afterwards."""
