@@ -34,8 +34,7 @@ SECTIONS = (
     "processes",
     "chunks",
     "monitors",
-    "streaming",
-    "streaming_trainer",
+    "step_cost",
     "mini_batches",
 )
 

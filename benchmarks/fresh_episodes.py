@@ -1,4 +1,4 @@
-"""Few-shot learning on fresh episodes: streaming methods beside ANIL and the prototypical network.
+"""Few-shot learning on fresh episodes: bilevel methods beside ANIL and the prototypical network.
 
 Four new episodes a step, 10-way 1-shot, 16 channels, Adam 1e-3 on the encoder. The test error is
 that of heads fitted afresh on 100 episodes of unseen classes (glyphs: 50). Each method has the same
@@ -21,41 +21,34 @@ from torch.optim import Adam
 
 from benchmarks.baselines.few_shot import few_shot_baselines
 from lightning_bilevel import (
-    F2SA,
-    MEHA,
-    Adaptation,
     FewShot,
     GlyphEpisodes,
     OmniglotEpisodes,
     OptimizationBudget,
-    StreamingIVSP,
 )
+from lightning_bilevel.stochastic import F2SA, MEHA, Method, StreamingIVSP
 
 DATA: dict[str, Any] = {
     "omniglot": partial(OmniglotEpisodes, n_validation=100, n_test=100),
     "glyphs": partial(GlyphEpisodes, n_validation=50, n_test=50),
 }
 SECONDS = {"omniglot": 60.0, "glyphs": 40.0}
-SOLVERS: dict[str, Any] = {
-    "f2sa": partial(F2SA, lambda0=1.0, multiplier="constant"),
-    "ivsp": StreamingIVSP,
-    "meha": MEHA,
-}
+METHODS: dict[str, Method] = {"f2sa": F2SA(), "ivsp": StreamingIVSP(), "meha": MEHA()}
 BASELINES = "baselines"
 FOREVER = 10**6
 
 
 def bilevel(
-    dataset: str, solver: Any, seed: int, channels: int, seconds: float | None, steps: int | None
+    dataset: str, method: Any, seed: int, channels: int, seconds: float | None, steps: int | None
 ) -> dict[str, float]:
-    """Train an encoder by a streaming method and return its errors."""
+    """Train an encoder by a bilevel method and return its errors."""
     seed_everything(seed, verbose=False)
     data = DATA[dataset](n_train=4, tasks_per_batch=4, epoch_length=steps or FOREVER)
     module = FewShot(
         tasks=4,
         channels=channels,
-        solver=partial(solver, upper_optimizer=partial(Adam, lr=1e-3)),
-        adaptation=Adaptation(steps=20, lr=0.5),
+        method=method,
+        upper_optimizer=partial(Adam, lr=1e-3),
     )
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
@@ -79,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    methods = [*SOLVERS, BASELINES]
+    methods = [*METHODS, BASELINES]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--seconds", type=float, help="of optimisation; default 60, glyphs 40")
     parser.add_argument("--steps", type=int, help="instead of seconds")
@@ -92,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             for method in given.methods:
                 if method != BASELINES:
                     row = bilevel(
-                        dataset, SOLVERS[method], seed, given.channels, seconds, given.steps
+                        dataset, METHODS[method], seed, given.channels, seconds, given.steps
                     )
                     print(json.dumps({**what, "method": method, **row}), flush=True)
                     continue

@@ -10,7 +10,6 @@ Run: python -m benchmarks.hyperparameters
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import F2SA, BilevelModule, Box, DigitsCleaning
+from lightning_bilevel import BilevelModule, Box, DigitsCleaning
+from lightning_bilevel.stochastic import F2SA
 
 # Logarithms of the weight decays, then the logit of the smoothing.
 BOUNDS = torch.tensor([[-9.0, -1.0]] * 3 + [[-6.0, 0.0]])
@@ -48,10 +48,12 @@ class Tuned(BilevelModule):
         super().__init__()
         self.x = nn.Parameter(START.clone())
         self.network = network()
-        lower, upper = partial(AdamW, lr=1e-3, weight_decay=0.0), partial(Adam, lr=3e-2)
         # y must follow the minimiser of g, hence the large multiplier.
-        solver = partial(F2SA, lambda0=1000.0, upper_optimizer=upper, lower_optimizer=lower)
-        self.declare(upper=self.x, lower=self.network, upper_set=Box(*BOUNDS.T), solver=solver)
+        method = F2SA(multiplier=1000.0)
+        self.declare(upper=self.x, lower=self.network, upper_set=Box(*BOUNDS.T), method=method)
+
+    def configure_optimizers(self) -> tuple[Adam, AdamW]:
+        return Adam([self.x], 3e-2), AdamW(self.network.parameters(), 1e-3, weight_decay=0.0)
 
     def upper_loss(self, batch: Any) -> Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])

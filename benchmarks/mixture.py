@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from examples.mixture import SOURCES, TextSources, Transformer, learned, row_losses
-from lightning_bilevel import F2SA, StreamingIVSP
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP
 
 STEPS = 400
 PASSES = 3
@@ -48,16 +48,16 @@ def measure(count: int, seed: int) -> list[dict[str, Any]]:
     even = torch.ones(len(text.rows))
     names = SOURCES[count]
     rows = []
-    for solver, fewest in ((F2SA, 200), (StreamingIVSP, 250)):
+    for method, fewest in ((F2SA(), 200), (StreamingIVSP(), 250)):
         steps = fewest * (2 if count == 8 else 1)
         torch.manual_seed(seed)
-        path = torch.tensor(learned(solver, text, steps))
+        path = torch.tensor(learned(method, text, steps))
         shares = path[-1]
         noise = path[:, [i for i, name in enumerate(names) if name in ("shuffled", "random")]]
         below = (noise.sum(1) < 0.05).nonzero()
         rows.append(
             {
-                "mixture": solver.__name__,
+                "mixture": type(method).__name__,
                 "loss": loss_after(text.rows, shares[text.source], STEPS, text.test),
                 "plain_steps": STEPS + PASSES * steps,
                 "shares": {n: round(float(s), 4) for n, s in zip(names, shares, strict=True)},

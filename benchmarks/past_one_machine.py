@@ -24,19 +24,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.memory import peak_bytes
-from lightning_bilevel import (
-    F2SA,
-    IVSP,
-    BilevelProblem,
-    FullBatchDataModule,
-    HyperCleaning,
-    StreamingIVSP,
-    TableRMS,
-)
+from lightning_bilevel import IVSP, FullBatchDataModule, HyperCleaning
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.stochastic import StreamingIVSP, TableRMS
 
 SAMPLES = 4000
 JOINT_BATCH = 512
@@ -58,6 +52,11 @@ class Cost(Callback):
             return self._sum(tensor, *given, **options)
 
         torch.distributed.all_reduce = counting
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        if isinstance(trainer.model, DistributedDataParallel):
+            # The sum that DDP makes by itself goes past `all_reduce`.
+            trainer.model.register_comm_hook(None, allreduce_hook)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.marks.append((time.process_time(), pl_module.last_step.passes, self.numbers))
@@ -85,17 +84,18 @@ def most_memory() -> float:
 
 def measure(mode: str, hidden: int, processes: int) -> dict[str, float]:
     torch.manual_seed(0)
-    streaming = partial(
-        StreamingIVSP,
-        upper_optimizer=partial(TableRMS, lr=3.0),
-        lower_optimizer=partial(torch.optim.AdamW, lr=1e-4),
-    )
-    exact = partial(IVSP, rho=0.05, sigma=1.0, L_init=1.0)
+    how: dict[str, Any] = {"solver": partial(IVSP, rho=0.05, sigma=1.0, L_init=1.0)}
+    if mode == "mini-batches":
+        how = {
+            "method": StreamingIVSP(),
+            "upper_optimizer": partial(TableRMS, lr=3.0),
+            "lower_optimizer": partial(torch.optim.AdamW, lr=1e-4),
+        }
     module = HyperCleaning(
         n_train=SAMPLES,
         classifier=MLP(inputs=784, hidden=hidden),
         weighted_mean=False,
-        solver=exact if mode == "exact" else streaming,
+        **how,
     )
     upper, lower = samples(1)[:2], samples(2)
     data: Any = FullBatchDataModule(upper, lower)
@@ -123,38 +123,7 @@ def measure(mode: str, hidden: int, processes: int) -> dict[str, float]:
     return {**cost.result(), "MB more than before": most_memory() - before}
 
 
-def vectors(make: Any, count: int = 10_000_000) -> float:
-    """Count the vectors of y that a process holds in a step on mini-batches, y itself included.
-
-    The network is linear and the batch one sample, so nothing but weights takes memory.
-    """
-    held: list[Any] = []
-
-    def prepare() -> None:
-        x = torch.nn.Parameter(torch.zeros(1))
-        y = torch.nn.Parameter(torch.zeros(count))
-        groups = [{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}]
-        upper = partial(torch.optim.SGD, lr=0.1)
-        held.extend([x, y, make(groups, upper_optimizer=upper)])
-        work()
-        work()
-
-    def work() -> None:
-        held[2].step(problem=problem)
-
-    problem = BilevelProblem(
-        lambda x, y: (y[0] - 1) ** 2, lambda x, y: (y[0] - x[0]) ** 2, mini_batch=True
-    )
-    return peak_bytes(work, prepare) / (4 * count)
-
-
 def main() -> None:
-    adamw = partial(torch.optim.AdamW, lr=1e-4)
-    momentum = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
-    for method in (StreamingIVSP, F2SA):
-        for below in (adamw, momentum):
-            counted = vectors(partial(method, lower_optimizer=below))
-            print(f"{method.__name__}, {below.func.__name__}: {counted:.1f} vectors of y")
     rows = []
     for mode in STEPS:
         for hidden in (128, 1024):

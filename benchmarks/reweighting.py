@@ -15,17 +15,18 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.streaming import Batch, Ours, Training, weighted
-from benchmarks.streaming_trainer import Fitted
-from lightning_bilevel import F2SA, StreamingIVSP, TableRMS
+from lightning_bilevel import BilevelModule
+from lightning_bilevel.stochastic import F2SA, Method, StreamingIVSP, TableRMS
 
 BATCH = 256
+# Images, labels and the numbers of the samples.
+Batch = tuple[Tensor, Tensor, Tensor]
 # y of BOAT's PGDO has any optimiser, its surrogate of the lower solution has SGD with this rate.
 SURROGATE_LR = 0.1
 
@@ -88,21 +89,47 @@ def cnn(data: Data) -> nn.Sequential:
 NETWORKS: dict[str, Callable[[Data], nn.Sequential]] = {"MLP 784-128-10": mlp, "CNN": cnn}
 
 
+def weighted(logits: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
+    weights = logits.sigmoid()
+    return (weights * cross_entropy(outputs, labels, reduction="none")).sum() / weights.sum()
+
+
+class Ours(BilevelModule):
+    """A network on weighted samples, with a method and the optimisers of x and y."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        count: int,
+        method: Method,
+        upper: Callable[..., Optimizer],
+        lower: Callable[..., Optimizer],
+    ) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(net)
+        self.logits = nn.Parameter(torch.zeros(count))
+        self.makers = upper, lower
+        self.declare(upper=self.logits, lower=self.net, method=method)
+
+    def upper_loss(self, batch: Batch) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def lower_loss(self, batch: Batch) -> Tensor:
+        return weighted(self.logits[batch[2]], self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> tuple[Optimizer, Optimizer]:
+        upper, lower = self.makers
+        return upper([self.logits]), lower(self.net.parameters())
+
+
 class Side(Protocol):
-    """One of those that are compared."""
+    """Another library."""
 
     def step(self, upper: Batch, lower: Batch) -> None:
         """Make one step."""
 
     def result(self) -> tuple[nn.Module, Tensor]:
         """Return the network and the logits of the weights."""
-
-
-class OurSolver(Ours):
-    """A solver without a Trainer."""
-
-    def result(self) -> tuple[nn.Module, Tensor]:
-        return self.module.net, self.module.logits.detach()
 
 
 class Weights(nn.Module):
@@ -220,62 +247,39 @@ class Betty:
         return self.net, self.weights.logits.detach()
 
 
-def _ours(solver: Any) -> Callable[[nn.Module, int, Rates], Side]:
-    def make(net: nn.Module, count: int, rates: Rates) -> Side:
-        return OurSolver(net, _with_rates(solver, rates), count)
-
-    return make
-
-
-def _with_rates(solver: Any, rates: Rates) -> Any:
-    return partial(
-        solver,
-        upper_optimizer=partial(TableRMS, lr=rates.upper),
-        lower_optimizer=partial(Adam, lr=rates.lower),
-    )
-
-
 F2SA_NAME, IVSP_NAME = "F2SA (multiplier 1)", "StreamingIVSP"
 BETTY_NAME, BOAT_NAME = "betty 0.2.1", "BOAT 1.1.1, PGDO"
-SIDES: dict[str, Callable[[nn.Module, int, Rates], Side]] = {
-    F2SA_NAME: _ours(partial(F2SA, lambda0=1.0)),
-    IVSP_NAME: _ours(StreamingIVSP),
-    BETTY_NAME: Betty,
-    BOAT_NAME: Boat,
-}
+METHODS: dict[str, Method] = {F2SA_NAME: F2SA(multiplier=1.0), IVSP_NAME: StreamingIVSP()}
+RIVALS: dict[str, Callable[[nn.Module, int, Rates], Side]] = {BETTY_NAME: Betty, BOAT_NAME: Boat}
 PACKAGES = {BETTY_NAME: "betty-ml", BOAT_NAME: "boat-torch"}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": -1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def feeds(data: Data, seed: int) -> dict[str, Feed]:
     return {"upper": Feed(data.trusted, 2 * seed), "lower": Feed(data.noisy, 2 * seed + 1)}
 
 
-def run_steps(side: Side | Training, data: Data, seed: int, steps: int) -> None:
-    given = feeds(data, seed)
-    for upper, lower in islice(zip(given["upper"], given["lower"], strict=False), steps):
-        side.step(upper, lower)
-
-
-def fit(
-    net: nn.Module,
-    data: Data,
-    rates: Rates,
-    seed: int,
-    steps: int,
-    callbacks: list[Callback],
-) -> Fitted:
-    """StreamingIVSP through Trainer.fit, with loaders of the same batches."""
-    module = Fitted(copy.deepcopy(net), _with_rates(StreamingIVSP, rates), count=len(data.noisy[0]))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loaders = {name: DataLoader(feed, batch_size=None) for name, feed in feeds(data, seed).items()}
-    trainer.fit(module, loaders)
-    return module
+def trained(
+    name: str, net: nn.Module, data: Data, rates: Rates, seed: int, steps: int
+) -> tuple[nn.Module, Tensor]:
+    """Return the network and the logits of the weights after a run of a side."""
+    count, given = len(data.noisy[0]), feeds(data, seed)
+    if name in METHODS:
+        upper, lower = partial(TableRMS, lr=rates.upper), partial(Adam, lr=rates.lower)
+        module = Ours(net, count, METHODS[name], upper, lower)
+        loaders = {level: DataLoader(feed, batch_size=None) for level, feed in given.items()}
+        Trainer(max_steps=steps, **QUIET).fit(module, loaders)
+        return module.net, module.logits.detach()
+    side = RIVALS[name](net, count, rates)
+    for upper_batch, lower_batch in islice(
+        zip(given["upper"], given["lower"], strict=False), steps
+    ):
+        side.step(upper_batch, lower_batch)
+    return side.result()

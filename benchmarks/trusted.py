@@ -41,7 +41,6 @@ from benchmarks.baselines.cleaning import (
     trusted_alone,
 )
 from lightning_bilevel import (
-    F2SA,
     CleaningData,
     DigitsCleaning,
     FashionMNISTCleaning,
@@ -49,17 +48,17 @@ from lightning_bilevel import (
     Reweighting,
     SampleWeights,
     SourceWeights,
-    StreamingIVSP,
-    TableRMS,
 )
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
+from lightning_bilevel.stochastic import Method as Stochastic
 
 DATA = {"digits": DigitsCleaning, "mnist": MNISTCleaning, "fashion_mnist": FashionMNISTCleaning}
 
 
 class Settings(NamedTuple):
-    """The settings of a streaming run.
+    """The settings of a run on mini-batches.
 
     Attributes:
         steps: The number of mini-batches.
@@ -95,38 +94,34 @@ def simple(method: Callable[[TrustedSamples], Found]) -> Method:
     return lambda data, settings: method(samples_of(data))
 
 
-def streaming(data: Any, settings: Settings, solver: Any) -> Found:
-    """Learn one weight per sample by a streaming solver."""
+def sample_weights(data: Any, settings: Settings, method: Stochastic) -> Found:
+    """Learn one weight per sample."""
     weights = SampleWeights(data.n_train)
-    learn(data, settings, weights, solver, partial(TableRMS, lr=settings.table))
+    learn(data, settings, weights, method, partial(TableRMS, lr=settings.table))
     return Found(weights.values() > 0.5, -weights.logits.detach())
 
 
-def streaming_sources(data: Any, settings: Settings, solver: Any) -> Found:
+def source_weights(data: Any, settings: Settings, method: Stochastic) -> Found:
     """Learn one weight per annotator; the network is then trained with these weights."""
     weights = SourceWeights(ANNOTATORS)
     rule = partial(AdamW, lr=settings.sources, weight_decay=0.0)
-    learn(data, settings, weights, solver, rule)
+    learn(data, settings, weights, method, rule)
     found = weights.values()[data.annotators]
     everything = torch.ones(data.n_train, dtype=torch.bool)
     return Found(everything, -found, found / found.max())
 
 
-def learn(data: Any, settings: Settings, weights: Any, solver: Any, rule: Any) -> None:
+def learn(data: Any, settings: Settings, weights: Any, method: Stochastic, rule: Any) -> None:
+    cosine = partial(CosineAnnealingLR, T_max=settings.steps)
     module = Reweighting(
         MLP(data.lower[0][0].numel()),
         weights,
-        solver=partial(
-            solver,
-            upper_optimizer=rule,
-            lower_optimizer=partial(AdamW, lr=settings.rate),
-        ),
-        scheduler=partial(CosineAnnealingLR, T_max=settings.steps),
+        method=method,
+        upper_optimizer=rule,
+        lower_optimizer=partial(AdamW, lr=settings.rate),
+        upper_scheduler=cosine,
+        lower_scheduler=cosine,
     )
-    fit(module, data, settings)
-
-
-def fit(module: Any, data: Any, settings: Settings) -> None:
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=-1,
@@ -140,12 +135,12 @@ def fit(module: Any, data: Any, settings: Settings) -> None:
     trainer.fit(module, datamodule=data)
 
 
-def ivsp(settings: Settings) -> Any:
-    return partial(StreamingIVSP, gamma=1 / settings.multiplier)
+def ivsp(settings: Settings) -> Stochastic:
+    return StreamingIVSP(gamma=1 / settings.multiplier)
 
 
-def f2sa(settings: Settings) -> Any:
-    return partial(F2SA, lambda0=settings.multiplier)
+def f2sa(settings: Settings) -> Stochastic:
+    return F2SA(multiplier=settings.multiplier)
 
 
 METHODS: dict[str, Method] = {
@@ -155,15 +150,15 @@ METHODS: dict[str, Method] = {
     "self-training-strict": simple(partial(self_training, strict=True)),
     "cross-validation": simple(cross_validation),
     "oracle": lambda data, settings: oracle(samples_of(data), data.corrupted),
-    "f2sa": lambda data, settings: streaming(data, settings, f2sa(settings)),
-    "ivsp": lambda data, settings: streaming(data, settings, ivsp(settings)),
+    "f2sa": lambda data, settings: sample_weights(data, settings, f2sa(settings)),
+    "ivsp": lambda data, settings: sample_weights(data, settings, ivsp(settings)),
 }
 # With one weight per annotator, or a rating of each.
 OF_ANNOTATORS: dict[str, Method] = {
     "ratings": lambda data, settings: rated_sources(samples_of(data), data.annotators),
     "ratings-labels": lambda data, settings: rated_labels(samples_of(data), data.annotators),
-    "f2sa-sources": lambda data, settings: streaming_sources(data, settings, f2sa(settings)),
-    "ivsp-sources": lambda data, settings: streaming_sources(data, settings, ivsp(settings)),
+    "f2sa-sources": lambda data, settings: source_weights(data, settings, f2sa(settings)),
+    "ivsp-sources": lambda data, settings: source_weights(data, settings, ivsp(settings)),
 }
 
 
@@ -180,7 +175,7 @@ def measure(
         data: The data, after ``setup``.
         method: Its name.
         seed: Decides the networks and the order of the samples.
-        settings: Those of the streaming solvers.
+        settings: Those of the runs on mini-batches.
         judge: Images and labels that choose between settings; None is the test set.
     """
     torch.manual_seed(seed)
@@ -208,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corruption", type=float, default=0.6)
     parser.add_argument("--noisy", type=int, default=59_000)
     parser.add_argument("--trusted", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=256, help="samples of a streaming step")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a step")
     parser.add_argument("--judge", type=int, default=0, help="clean samples held out")
     known = [*METHODS, *OF_ANNOTATORS]
     parser.add_argument("--methods", nargs="+", choices=known, help="all that the data allow")

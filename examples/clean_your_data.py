@@ -30,6 +30,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 import lightning_bilevel as lb
+from lightning_bilevel.stochastic import TableRMS
 
 SIZE = (32, 32)  # of all images
 Data = tuple[Tensor, list[str], list[str], list[str]]  # inputs, labels, names, columns of a CSV
@@ -112,9 +113,8 @@ def train(x: Tensor, y: Tensor, mix: Tensor) -> nn.Module:
     """A fresh network, by Adam on -log (p mix)[label] with its probabilities p."""
     model = network(x, len(mix))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    batch = min(64, len(y))
-    for _ in range(max(300, 8 * len(y) // batch)):
-        chosen = torch.randint(len(y), (batch,))
+    for _ in range(max(300, 8 * len(y) // 64)):
+        chosen = torch.randint(len(y), (min(64, len(y)),))
         optimizer.zero_grad()
         p = model(x[chosen]).softmax(1) @ mix
         nn.functional.nll_loss(p.clamp(min=1e-8).log(), y[chosen]).backward()
@@ -124,13 +124,15 @@ def train(x: Tensor, y: Tensor, mix: Tensor) -> nn.Module:
 
 def learn_weights(x: Tensor, y: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """A weight for each training sample; with more passes the weights move less in each."""
-    n = len(y)
-    batch = min(64, max(n // 4, 1))
+    n, batch = len(y), min(64, max(len(y) // 4, 1))
     steps = max(800, 7 * n // batch)
-    passes = steps * batch / n
-    weights = lb.SampleWeights(n)
-    weights.optimizer = partial(lb.TableRMS, lr=10 / passes)
-    module = lb.Reweighting(network(x, int(y.max()) + 1), weights, lr=min(2e-5 * passes, 1e-3))
+    passes, weights = steps * batch / n, lb.SampleWeights(n)
+    module = lb.Reweighting(
+        network(x, int(y.max()) + 1),
+        weights,
+        upper_optimizer=partial(TableRMS, lr=10 / passes),
+        lower_optimizer=partial(torch.optim.AdamW, lr=min(2e-5 * passes, 1e-3)),
+    )
     upper = DataLoader(TensorDataset(u, v), min(batch, len(v)), shuffle=True, drop_last=True)
     lower = DataLoader(TensorDataset(x, y, torch.arange(n)), batch, shuffle=True, drop_last=True)
     trainer = Trainer(accelerator="cpu", max_steps=steps, max_epochs=-1, barebones=True)
@@ -155,10 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             sets = [read(path, given.label, given.id) for path in paths]
         except OSError as error:
-            sys.exit(str(error))
+            sys.exit(f"A set cannot be read: {error}")
     (x, y), (u, v), (inputs, truth) = prepare(sets)
-    classes = sorted(set(sets[0][1]))
-    eye = torch.eye(len(classes))
+    eye = torch.eye(len(classes := sorted(set(sets[0][1]))))
     print(f"{len(y)} samples of {len(classes)} classes, {len(v)} trusted, {len(truth)} for tests")
 
     def retrain(kept: Tensor) -> nn.Module:
@@ -176,7 +177,6 @@ def main(arguments: list[str] | None = None) -> None:
     found["gold loss correction"] = train(*both, torch.cat([mix, eye], 1))
     weights = learn_weights(x, y, u, v)
     found["learned weights"] = model = retrain(weights > 0.5)
-
     wrong = {name: net(inputs).argmax(1) != truth for name, net in found.items()}
     trust = {name: net(x).softmax(1).gather(1, y[:, None])[:, 0] for name, net in found.items()}
     trust["learned weights"] = weights

@@ -58,7 +58,7 @@ def main() -> None:
     cli.trainer.callbacks.append(OptimizationBudget(given.budget))
     cli.trainer.fit(module, datamodule=data)
 
-    weights = module.weights
+    weights = module.logits.detach().sigmoid()
     corrupted = data.corrupted
     assert corrupted is not None
     whole = Figure(figsize=(9.5, 3), layout="constrained")

@@ -1,8 +1,8 @@
 """Fabric: the module that a Trainer would take, in a loop of one's own, with a checkpoint.
 
-Fabric brings device, loaders and checkpoints. A bilevel module gives f and g on a batch, and a step
-of the solver takes the problem as its closure. This is for one process: over several, use a
-Trainer, which shares the sums.
+Fabric brings device and checkpoints. A bilevel module gives f and g on a batch, here all data, and
+a step of the solver takes the problem as its closure. This is for one process: over several, and
+for mini-batches, use a Trainer.
 
 Run: python examples/fabric.py
 """
@@ -10,19 +10,14 @@ Run: python examples/fabric.py
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_bilevel import F2SA, DigitsCleaning, Reweighting, SampleWeights, TableRMS
+from lightning_bilevel import IVSP, DigitsCleaning, HyperCleaning
 from lightning_bilevel.modules.detection import detection
-
-BATCH = 64
 
 
 def noisy_digits() -> DigitsCleaning:
@@ -33,55 +28,40 @@ def noisy_digits() -> DigitsCleaning:
     return data
 
 
-def prepared(fabric: Fabric) -> tuple[Reweighting, Any]:
+def prepared(fabric: Fabric) -> tuple[HyperCleaning, Any]:
     """A network under weights of the samples, and its solver."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    module = fabric.to_device(Reweighting(network, SampleWeights(1000)))
-    solver = F2SA(
-        module.parameter_groups(),
-        upper_optimizer=partial(TableRMS, lr=3.0),
-        lower_optimizer=partial(torch.optim.AdamW, lr=1e-3),
-    )
-    return module, fabric.setup_optimizers(solver)
+    module = HyperCleaning(1000, classifier=network, upper_unit=30.0, solver=IVSP)
+    return fabric.to_device(module), fabric.setup_optimizers(IVSP(module.parameter_groups()))
 
 
-def train(fabric: Fabric, module: Reweighting, solver: Any, loaders: Any, steps: int) -> None:
-    """Make one step for each pair of batches, in as many epochs as it takes."""
-    done = 0
-    while done < steps:
-        for upper, lower in zip(*loaders, strict=True):
-            problem = module.bilevel_problem({"upper": upper, "lower": lower})
-            problem.mini_batch = True
-            problem.touched = lower[2].sort().values  # only the weights of these samples move
-            info = solver.step(lambda made=problem: made)
-            done += 1
-        fabric.print(f"step {done}: f {info.upper:.3f}, g {info.lower:.3f}, gap {info.gap:.4f}")
+def train(fabric: Fabric, module: HyperCleaning, solver: Any, batch: Any, steps: int) -> None:
+    problem = module.bilevel_problem(batch)
+    for step in range(steps):
+        info = solver.step(lambda: problem)
+        if step % 50 == 49:
+            fabric.print(f"step {info.iteration}: f {info.upper:.3f}, g {info.lower:.3f}")
 
 
 def main(short: bool = False, out: Path = Path("fabric.png")) -> float:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.seed_everything(0)
     data = noisy_digits()
-    trusted, noisy = TensorDataset(*data.upper[:2]), TensorDataset(*data.lower)
-    # As many batches of both: trusted samples are drawn again and again.
-    again = RandomSampler(trusted, replacement=True, num_samples=len(noisy))
-    loaders = fabric.setup_dataloaders(
-        DataLoader(trusted, BATCH, sampler=again), DataLoader(noisy, BATCH, shuffle=True)
-    )
-    steps = 80 if short else 208
+    batch = fabric.to_device({"upper": data.upper, "lower": data.lower})
+    steps = 50 if short else 150
     module, solver = prepared(fabric)
-    train(fabric, module, solver, loaders, steps)
+    train(fabric, module, solver, batch, steps)
     saved = out.with_suffix(".ckpt")
     fabric.save(saved, {"module": module, "solver": solver})
 
     # Another day, a new module and a new solver go on from there.
     module, solver = prepared(fabric)
     fabric.load(saved, {"module": module, "solver": solver})
-    train(fabric, module, solver, loaders, steps)
-    weights: Any = module.weights
+    train(fabric, module, solver, batch, steps)
     assert data.corrupted is not None
-    found = detection(-weights.logits.detach(), data.corrupted)["auroc"]
+    found = detection(-module.logits.detach(), data.corrupted)["auroc"]
     fabric.print(f"AUROC of the weights: {found:.3f}")
+    weights: Any = module.weights
     weights.figure().savefig(out, dpi=160)
     return found
 

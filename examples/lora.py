@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import F2SA, Reweighting, SourceWeights
+from lightning_bilevel import Reweighting, SourceWeights
+from lightning_bilevel.stochastic import F2SA
 
 LENGTH = WIDTH = 64
 NAMES = ("code", "shuffled")
@@ -84,6 +84,12 @@ def rows_of(name: str) -> Tensor:
     return rows[torch.randperm(len(rows))]
 
 
+class Mixture(Reweighting):
+    def configure_optimizers(self) -> tuple[AdamW, AdamW]:
+        adapters = [p for p in self.model.parameters() if p.requires_grad]
+        return AdamW(self.weights.parameters(), 2e-2, weight_decay=0.0), AdamW(adapters, 3e-3)
+
+
 def trained_on_prose(steps: int) -> Language:
     model = Language()
     optimizer = AdamW(model.parameters(), lr=2e-3)
@@ -111,10 +117,8 @@ def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     shuffled = other.gather(1, torch.rand(other.shape).argsort(1))
     rows, source = torch.cat([clean, shuffled]), torch.arange(2).repeat_interleave(2000)
     model = with_adapters(trained_on_prose(30 if short else 300))
-    upper = partial(AdamW, lr=2e-2, weight_decay=0.0)
-    solver = partial(F2SA, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=3e-3))
     weights = SourceWeights(len(NAMES))
-    module = Reweighting(model, weights, row_losses, solver=solver)
+    module = Mixture(model, weights, row_losses, method=F2SA())
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(accelerator="cpu", max_steps=40 if short else 200, **quiet)
     loaders = {"upper": loader(trusted), "lower": loader(rows, source)}

@@ -27,7 +27,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import F2SA, Reweighting, SourceWeights, StreamingIVSP
+from lightning_bilevel import Reweighting, SourceWeights
+from lightning_bilevel.stochastic import F2SA, Method, StreamingIVSP
 
 LENGTH = 64
 SHUFFLED = {"code": 0.0, "1/8 shuffled": 1 / 8, "1/4 shuffled": 1 / 4, "1/2 shuffled": 1 / 2}
@@ -126,15 +127,16 @@ class Shares(Callback):
         self.seen.append(module.weights.shares().tolist())
 
 
-def learned(solver: Any, text: TextSources, steps: int) -> list[list[float]]:
+def learned(method: Method, text: TextSources, steps: int) -> list[list[float]]:
     """Return the shares of the sources at each step of a run."""
     sources = int(text.source.max()) + 1
-    upper = partial(AdamW, lr=1e-2 if sources == 2 else 2e-2, weight_decay=0.0)
     module = Reweighting(
         Transformer(),
         SourceWeights(sources),
         row_losses,
-        solver=partial(solver, upper_optimizer=upper, lower_optimizer=partial(AdamW, lr=1e-3)),
+        method=method,
+        upper_optimizer=partial(AdamW, lr=1e-2 if sources == 2 else 2e-2, weight_decay=0.0),
+        lower_optimizer=partial(AdamW, lr=1e-3),
     )
     shares = Shares()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -158,10 +160,10 @@ def main(short: bool = False, out: Path = Path("mixture.png")) -> dict[str, list
     )
     for axis, count in zip(axes[0], counts, strict=True):
         text = TextSources(SOURCES[count], seed=0)
-        for solver, steps, style in ((StreamingIVSP, 250, "--"), (F2SA, 200, "-")):
+        for method, steps, style in ((StreamingIVSP(), 250, "--"), (F2SA(), 200, "-")):
             torch.manual_seed(0)
-            name = f"{solver.__name__}, {count} sources"
-            found[name] = learned(solver, text, 60 if short else steps * (2 if count == 8 else 1))
+            name = f"{type(method).__name__}, {count} sources"
+            found[name] = learned(method, text, 60 if short else steps * (2 if count == 8 else 1))
             curves = dict(zip(SOURCES[count], zip(*found[name], strict=True), strict=True))
             for i, (source, curve) in enumerate(curves.items()):
                 axis.plot(curve, style, color=f"C{i}", label=source if style == "-" else None)

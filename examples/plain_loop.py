@@ -1,8 +1,8 @@
-"""A loop of one's own: weights of noisy samples on mini-batches, without Lightning.
+"""A loop of one's own: weights of noisy samples, without Lightning.
 
 A solver is a torch optimiser with two groups of parameters, one for each level. Each step is given
-f and g on a mini-batch as functions of the flat vectors x and y. Schedulers, `state_dict` and
-`load_state_dict` are those of any optimiser.
+f and g on all data as functions of the flat vectors x and y. `state_dict` and `load_state_dict` are
+those of any optimiser. Mini-batches need a Trainer, which has the loaders and the optimisers.
 
 Run: python examples/plain_loop.py
 """
@@ -10,7 +10,6 @@ Run: python examples/plain_loop.py
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +17,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from lightning_bilevel import BilevelProblem, Box, DigitsCleaning, StreamingIVSP, TableRMS
+from lightning_bilevel import IVSP, BilevelProblem, Box, DigitsCleaning
 from lightning_bilevel.modules.detection import detection
-
-BATCH = 64
 
 
 def network() -> nn.Sequential:
@@ -38,26 +34,18 @@ def outputs(model: nn.Module, y: Tensor, inputs: Tensor) -> Tensor:
     return functional_call(model, {name: v.view_as(p) for (name, p), v in named}, inputs)
 
 
-def on_batch(model: nn.Module, upper: list[Tensor], lower: list[Tensor]) -> BilevelProblem:
+def cleaning(model: nn.Module, data: DigitsCleaning) -> BilevelProblem:
     """Return f, the loss on trusted samples, and g, the weighted mean of noisy losses."""
-    inputs, labels, index = lower
+    images, labels, _ = data.lower
 
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(outputs(model, y, upper[0]), upper[1])
+        return cross_entropy(outputs(model, y, data.upper[0]), data.upper[1])
 
     def g(x: Tensor, y: Tensor) -> Tensor:
-        weights = x[index].sigmoid()
-        losses = cross_entropy(outputs(model, y, inputs), labels, reduction="none")
-        return (weights * losses).sum() / weights.sum()
+        losses = cross_entropy(outputs(model, y, images), labels, reduction="none")
+        return x.sigmoid() @ losses / len(losses)
 
-    touched = index.sort().values  # only the weights of these samples move
-    return BilevelProblem(f, g, upper_set=Box(-8, 8), mini_batch=True, touched=touched)
-
-
-def sample(data: tuple[Tensor, ...]) -> list[Tensor]:
-    """Draw a mini-batch; any DataLoader would do."""
-    rows = torch.randperm(len(data[0]))[:BATCH]
-    return [tensor[rows] for tensor in data]
+    return BilevelProblem(f, g, upper_set=Box(-100, 100))
 
 
 def noisy_digits() -> DigitsCleaning:
@@ -92,21 +80,21 @@ def draw(weights: Tensor, wrong: Tensor, out: Path) -> None:
 
 def main(short: bool = False, out: Path = Path("plain_loop.png")) -> dict[str, float]:
     torch.manual_seed(0)
-    steps = 150 if short else 400
     data = noisy_digits()
     model = network()
     x = nn.Parameter(torch.zeros(1000))
-    solver = StreamingIVSP(
-        [{"params": [x], "level": "upper"}, {"params": model.parameters(), "level": "lower"}],
-        upper_optimizer=partial(TableRMS, lr=3.0),
-        lower_optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    # A weight moves g by a thousandth of itself: x is measured in a larger unit.
+    solver = IVSP(
+        [
+            {"params": [x], "level": "upper", "unit": 30.0},
+            {"params": model.parameters(), "level": "lower"},
+        ]
     )
-    scheduler = CosineAnnealingLR(solver, T_max=steps)
-    for step in range(steps):
-        info = solver.step(problem=on_batch(model, sample(data.upper), sample(data.lower)))
-        scheduler.step()
-        if step % 100 == 0:
-            print(f"step {step}: f {info.upper:.3f}, g {info.lower:.3f}, gap {info.gap:.4f}")
+    problem = cleaning(model, data)
+    for step in range(100 if short else 300):
+        info = solver.step(problem=problem)
+        if step % 50 == 0:
+            print(f"step {step}: f {info.upper:.3f}, g {info.lower:.3f}")
     found = {
         "weights": detection(-x.detach(), data.corrupted)["auroc"],
         "trusted alone": trusted_alone(data),

@@ -1,5 +1,6 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
+from lightning_bilevel import stochastic as stochastic
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
 from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
@@ -10,7 +11,6 @@ from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
 from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor
 from lightning_bilevel.core.certificate import Certificate as Certificate
 from lightning_bilevel.core.certificate import certify as certify
-from lightning_bilevel.core.episode import Adaptation as Adaptation
 from lightning_bilevel.core.errors import BilevelError as BilevelError
 from lightning_bilevel.core.errors import InnerLoopError as InnerLoopError
 from lightning_bilevel.core.errors import LineSearchError as LineSearchError
@@ -81,8 +81,6 @@ from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo
 from lightning_bilevel.solvers import StreamInfo as StreamInfo
-from lightning_bilevel.solvers import StreamingIVSP as StreamingIVSP
-from lightning_bilevel.solvers import TableRMS as TableRMS
 from lightning_bilevel.solvers.schedule import Power as Power
 from lightning_bilevel.solving import Solution as Solution
 from lightning_bilevel.solving import solve as solve

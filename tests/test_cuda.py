@@ -6,43 +6,29 @@ comparisons are in float64 and to ten digits.
 
 from __future__ import annotations
 
-import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
-import finite_sum
 import pytest
 import torch
 from helpers import PROBLEMS, Problem, groups, point_of
 from lightning.pytorch import Trainer
 from streaming import Streamed, loader, loaders
-from tables import SOLVERS, Solver, every_optimizer, every_streaming_solver
+from tables import SOLVERS
 from torch import Tensor
 
 from lightning_bilevel import (
-    BilevelOptimizer,
-    BilevelProblem,
     Envelope,
     LastCheckpoint,
-    TableRMS,
     certify,
 )
+from lightning_bilevel.stochastic import TableRMS
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def begun(solver: Solver, device: str, **options: Any) -> BilevelOptimizer:
-    return solver.make(**options)(groups(*(v.to(device) for v in finite_sum.start())))
-
-
-def check_same(a: BilevelOptimizer, b: BilevelOptimizer) -> None:
-    for u, v in zip(point_of(a), point_of(b), strict=True):
-        torch.testing.assert_close(u.cpu(), v.cpu(), **CLOSE)
 
 
 def check_on_gpu(memory: dict[str, Any]) -> None:
@@ -52,59 +38,6 @@ def check_on_gpu(memory: dict[str, Any]) -> None:
             check_on_gpu(value)
         elif isinstance(value, Tensor) and name != "step":
             assert value.device.type == "cuda", name
-
-
-@every_optimizer
-@every_streaming_solver
-class TestStreaming:
-    def test_steps_are_those_of_the_cpu(self, solver: Solver, optimizers: dict[str, Any]) -> None:
-        here, there = (begun(solver, device, **optimizers) for device in ("cpu", "cuda"))
-        for problem in finite_sum.batches(5):
-            first = here.step(problem=problem)
-            second = there.step(problem=problem)
-            assert second.upper == pytest.approx(first.upper, rel=1e-10)
-            assert second.lower == pytest.approx(first.lower, rel=1e-10)
-        check_same(here, there)
-        check_on_gpu(there.memory)
-
-    def test_a_run_goes_on_on_the_other_device(
-        self, solver: Solver, optimizers: dict[str, Any]
-    ) -> None:
-        problems = finite_sum.batches(6)
-        straight = begun(solver, "cpu", **optimizers)
-        for problem in problems:
-            straight.step(problem=problem)
-        for first, second in (("cpu", "cuda"), ("cuda", "cpu")):
-            before = begun(solver, first, **optimizers)
-            for problem in problems[:3]:
-                before.step(problem=problem)
-            after = solver.make(**optimizers)(groups(*(v.to(second) for v in point_of(before))))
-            after.load_state_dict(copy.deepcopy(before.state_dict()))
-            for problem in problems[3:]:
-                after.step(problem=problem)
-            check_same(after, straight)
-
-    def test_the_host_waits_once(self, solver: Solver, optimizers: dict[str, Any]) -> None:
-        """For the numbers of the batch, by torch's own count of waits."""
-        optimizer = begun(solver, "cuda", **optimizers)
-        # The table of samples would be copied to the device in each evaluation.
-        problem = BilevelProblem(
-            lambda x, y: ((y - 1.0) ** 2).sum() + (x**2).sum(),
-            lambda x, y: ((y - x.sum()) ** 2).sum(),
-            mini_batch=True,
-        )
-        for _ in range(2):
-            optimizer.step(problem=problem)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                optimizer.step(problem=problem)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
-        assert len(waits) <= 1
 
 
 def test_a_table_of_weights() -> None:

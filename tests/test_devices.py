@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PROBLEMS, Problem, groups, point_of
+from helpers import PROBLEMS, Problem
 from package import MODULES
-from tables import BATCHED, SOLVERS, STREAMING, Solver
+from tables import SOLVERS, Solver
 from torch import Tensor
 
 from lightning_bilevel import (
@@ -22,13 +22,12 @@ from lightning_bilevel import (
     Box,
     Envelope,
     Simplex,
-    TableRMS,
     certify,
     solve,
 )
 from lightning_bilevel.core.curvature import lower_curvature, upper_curvature
 
-FOLDERS = ("core", "solvers", "plugin")
+FOLDERS = ("core", "solvers", "stochastic", "plugin")
 # What makes a tensor on torch's default device, unless it is told another.
 FACTORIES = {
     "arange",
@@ -60,8 +59,6 @@ ON_THE_HOST = {
     "core.sets": "the bounds are kept there, and copied once for each device of a variable",
     "plugin.buffers": "one generator draws the same numbers on every device",
     "plugin.loggers": "loggers and progress bars read them",
-    "plugin.random_numbers": "a seed, drawn from the generator that users seed",
-    "solvers.torch_rule": "experiments on eight numbers",
 }
 
 
@@ -109,9 +106,9 @@ class TestFactories:
         fixed = {
             (module, device)
             for module, call in factory_calls()
-            if (device := device_of(call)) is not None and device.startswith(("'", "_HOST"))
+            if (device := device_of(call)) is not None and device.startswith("'")
         }
-        assert {device for _, device in fixed} == {"'cpu'", "_HOST"}
+        assert {device for _, device in fixed} == {"'cpu'"}
         assert {module for module, _ in fixed} == set(ON_THE_HOST)
 
     def test_none_is_called_by_another_name(self) -> None:
@@ -151,31 +148,6 @@ def f(x: Tensor, y: Tensor) -> Tensor:
 
 def g(x: Tensor, y: Tensor) -> Tensor:
     return ((y - x.tanh()) ** 2).sum() + torch.cos(y).sum()
-
-
-def streamed(solver: Solver, options: dict[str, Any], touched: Tensor | None) -> Any:
-    start = torch.full((3,), 0.3, dtype=torch.float64, device="cpu")
-    optimizer = solver.make(**options)(groups(start, -start))
-    for _ in range(3):
-        box = Box(-2.0, [2.0, 3.0, 4.0])
-        problem = BilevelProblem(f, g, box, Ball(3.0), mini_batch=True, touched=touched)
-        optimizer.step(problem=problem)
-    return point_of(optimizer)
-
-
-SGD = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"upper_optimizer": SGD, "lower_optimizer": SGD}, {"upper_optimizer": TableRMS}],
-    ids=["plain", "momentum", "table"],
-)
-@pytest.mark.parametrize("solver", [*STREAMING.values(), *BATCHED.values()], ids=str)
-def test_a_streaming_step(solver: Solver, options: dict[str, Any]) -> None:
-    for touched in (None, torch.tensor([0, 2])):
-        run = partial(streamed, solver, {**options, "upper_clip": 1.0}, touched)
-        assert all(map(torch.equal, elsewhere(run), run()))
 
 
 @pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")

@@ -11,6 +11,7 @@ FLOORS: list[set[str]] = [
     {"files", "plotting", "table", "version"},
     {"core"},
     {"solvers"},
+    {"stochastic"},
     {"reading"},
     {"solving"},
     {"plugin"},
@@ -18,10 +19,9 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-TORCH_ONLY = {"core", "solvers", "reading", "solving"}
+TORCH_ONLY = {"core", "solvers", "stochastic", "reading", "solving"}
 PUBLIC = [
     "AID",
-    "Adaptation",
     "BOME",
     "Ball",
     "BilevelError",
@@ -92,8 +92,6 @@ PUBLIC = [
     "Splits",
     "StepInfo",
     "StreamInfo",
-    "StreamingIVSP",
-    "TableRMS",
     "StrictlyConvex",
     "TaskEpisodes",
     "VPBGD",

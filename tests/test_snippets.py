@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shlex
 import sys
@@ -15,12 +14,14 @@ from package import public_names
 from places import ROOT
 
 import lightning_bilevel
-from lightning_bilevel import BilevelOptimizer
+from lightning_bilevel import BilevelOptimizer, stochastic
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.callbacks.optimization_budget import seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.stochastic import Method
+from lightning_bilevel.stochastic.penalties import Penalty
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -143,21 +144,25 @@ def test_the_matrix_has_every_method_in_the_modes_that_it_runs_in() -> None:
     text = PAGES["docs/solvers/matrix.md"]
     modes = re.findall(r"^\| `(\w+)` ((?:\| (?:yes|no) ){4})\|$", text, re.MULTILINE)
     said = {name: tuple(cells.strip("| ").split(" | ")) for name, cells in modes}
-    kinds = [getattr(lightning_bilevel, name) for name in public_names()]
     solvers = {
         kind.__name__: kind
-        for kind in kinds
+        for kind in (getattr(lightning_bilevel, name) for name in public_names())
         if isinstance(kind, type) and issubclass(kind, BilevelOptimizer)
     }
     solvers.pop("BilevelOptimizer")
+    methods = {
+        name: kind
+        for name, kind in vars(stochastic).items()
+        if isinstance(kind, type) and issubclass(kind, Method) and kind is not Method
+    }
     held = {
         name: (
-            kind.stochastic,
-            kind.weights is not BilevelOptimizer.weights,
-            "upper_optimizer" in inspect.signature(kind).parameters,
-            kind.penalised,
+            name in solvers,
+            name in methods,
+            name in methods and issubclass(methods[name], Penalty),
+            name in solvers and solvers[name].penalised,
         )
-        for name, kind in solvers.items()
+        for name in {**solvers, **methods}
     }
     assert said == {
         name: tuple("yes" if cell else "no" for cell in cells) for name, cells in held.items()
@@ -166,9 +171,14 @@ def test_the_matrix_has_every_method_in_the_modes_that_it_runs_in() -> None:
     assert tasks == list(said)
 
 
+STOCHASTIC = "docs/api/stochastic.md"
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(
-        text for page, text in PAGES.items() if page.startswith(("docs/api/", "docs/solvers/"))
+        text
+        for page, text in PAGES.items()
+        if page.startswith(("docs/api/", "docs/solvers/")) and page != STOCHASTIC
     )
     named = re.findall(
         r"^\.\. (?:autoclass|autofunction|data):: (?:lightning_bilevel\.)?(\w+)$",
@@ -176,6 +186,11 @@ def test_every_public_name_is_in_the_reference() -> None:
         re.MULTILINE,
     )
     assert sorted(named) == public_names()
+    page = PAGES[STOCHASTIC]
+    methods = re.findall(
+        r"^\.\. autoclass:: (?:lightning_bilevel\.stochastic\.)?(\w+)$", page, re.M
+    )
+    assert sorted(methods) == sorted(name for name in vars(stochastic) if name[0].isupper())
 
 
 def test_the_readme_is_short() -> None:

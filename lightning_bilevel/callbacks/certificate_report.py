@@ -22,6 +22,7 @@ from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, publ
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
+from lightning_bilevel.stochastic.step import Step
 from lightning_bilevel.table import table
 
 __all__ = ["CertificateReport", "as_text", "gap_numbers", "kkt_numbers"]
@@ -116,7 +117,8 @@ class CertificateReport(Callback):
         except (BilevelError, MisconfigurationException) as error:
             # The run is done, and its result is worth more than a report.
             rank_zero_warn(f"There is no certificate: {error}")
-        title = f"{type(optimizer).__name__} on {type(pl_module).__name__}"
+        solver = getattr(optimizer, "name", type(optimizer).__name__)
+        title = f"{solver} on {type(pl_module).__name__}"
         # The latest numbers that the module itself has logged, such as a validation loss.
         metrics = sorted(trainer.callback_metrics.items())
         final = {name: float(v) for name, v in metrics if not name.startswith("bilevel/")}
@@ -136,7 +138,7 @@ class CertificateReport(Callback):
             log_text(trainer, "certificate", textwrap.indent(text, "    "), iteration)
             final |= {"bilevel/kkt_residual": c.kkt, "bilevel/violation": c.feasibility}
         final["bilevel/optimization_time"] = pl_module.last_step.optimization_time
-        constants = {"solver": type(optimizer).__name__, **optimizer.hyper_parameters}
+        constants = {"solver": solver, **optimizer.hyper_parameters}
         named = {f"bilevel/{name}": value for name, value in constants.items()}
         log_hyperparameters(trainer, {**pl_module.hparams_initial, **named}, final, iteration)
 
@@ -150,7 +152,7 @@ class CertificateReport(Callback):
 
     @rank_zero_only
     def _give(
-        self, folder: Path | None, title: str, text: str, optimizer: BilevelOptimizer
+        self, folder: Path | None, title: str, text: str, optimizer: BilevelOptimizer | Step
     ) -> None:
         """Print the result, and save it but for a trial run, which has no folder."""
         print(f"\n{text}")
@@ -181,7 +183,7 @@ def as_text(
     title: str,
     certificate: Certificate | None,
     tally: Tally,
-    optimizer: BilevelOptimizer,
+    optimizer: BilevelOptimizer | Step,
     metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Lay out the result of a run, the reading and advice, and then the certificate."""

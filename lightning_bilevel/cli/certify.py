@@ -20,7 +20,6 @@ from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
-from lightning_bilevel.plugin.streaming import has_changing_batches
 from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
@@ -82,7 +81,7 @@ def probed(trainer: Trainer, model: Any, datamodule: Any) -> str:
 def _whole_batch(trainer: Trainer, datamodule: Any) -> Any:
     """The batch of a full-batch run, or all data of one on mini-batches."""
     loader: Any = trainer.train_dataloader
-    if has_changing_batches(trainer):
+    if not getattr(loader, "full_batch", False):
         if not isinstance(datamodule, FullBatchDataModule):
             return gathered(trainer, batches=1000).batch
         loader = FullBatchDataModule.train_dataloader(datamodule)

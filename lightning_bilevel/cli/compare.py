@@ -45,6 +45,12 @@ TRAINER: dict[str, Any] = {
     "devices": 1,
     "strategy": "auto",
 }
+# What names and tunes a method does not change the problem; the envelope is for evaluation only.
+_METHOD = (
+    *("solver", "upper_unit", "lower_unit", "envelope"),
+    *("method", "gradient_clip_val", "accumulate", "skip_nonfinite"),
+    *(f"{level}_{what}" for level in ("upper", "lower") for what in ("optimizer", "scheduler")),
+)
 
 
 class Method(BilevelCLI):
@@ -65,14 +71,15 @@ class Method(BilevelCLI):
         self.text: str = self.parser.dump(self.config, skip_none=False)
         values = yaml.safe_load(self.text)
         init_args = values["model"].get("init_args") or {}
-        if not isinstance(init_args.get("solver"), dict):
+        named = init_args.get("solver") or init_args.get("method")
+        if not isinstance(named, dict):
             raise ValueError(
-                f"`compare {path}`: the config names no solver. Give the model's `__init__` an "
-                "argument `solver: SolverCallable = IVSP`, and hand it to `declare`."
+                f"`compare {path}`: the config names neither a `solver` nor a `method` of "
+                f"`{type(self.model).__name__}`. Its `__init__` must have such an argument and "
+                "hand it to `declare`."
             )
-        self.solver = init_args["solver"]["class_path"].rsplit(".", 1)[-1]
-        # Solver, rates and units do not change the problem; the envelope is for evaluation only.
-        for argument in ("solver", "scheduler", "upper_unit", "lower_unit", "envelope"):
+        self.solver = named["class_path"].rsplit(".", 1)[-1]
+        for argument in _METHOD:
             init_args.pop(argument, None)
         # A growing sample ends with all data: it is a way to solve the same task.
         (values["data"].get("init_args") or {}).pop("growing", None)

@@ -47,14 +47,11 @@ class LowerTerm:
         loss: The rest of g; without features and outputs it is g itself, a function of x and y.
         features: The part of g that depends on x alone; None passes x itself to the loss.
         outputs: The part of g that depends on y alone; None passes y itself to the loss.
-        slope: The gradient of the loss in y in closed form, a function of the features and y; None
-            leaves it to autograd. Only steps on cached features use it.
     """
 
     loss: Function
     features: Part | None = None
     outputs: Part | None = None
-    slope: Function | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss(self.features_at(x), self.outputs_at(y))
@@ -81,8 +78,7 @@ class LowerTerm:
 
     def weighted(self, weight: float) -> LowerTerm:
         """Return weight * g."""
-        slope = None if self.slope is None else weighted(self.slope, weight)
-        return LowerTerm(weighted(self.loss, weight), self.features, self.outputs, slope)
+        return LowerTerm(weighted(self.loss, weight), self.features, self.outputs)
 
 
 class Gap(NamedTuple):

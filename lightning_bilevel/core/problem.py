@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.constraints import evaluate, stacked
-from lightning_bilevel.core.episode import Adaptation, Episode
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import (
     Function,
@@ -43,7 +42,6 @@ from lightning_bilevel.core.passes import (
     leaf,
     or_zeros,
 )
-from lightning_bilevel.core.sample import Sample, take_sample
 from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
 from lightning_bilevel.core.vectors import norm
 
@@ -94,19 +92,6 @@ class BilevelProblem:
             another x. One function per chunk of ``lower``; with several chunks nothing is kept.
             Features and outputs exclude each other.
         reduce: Sums a tensor over the processes that share the data, if there are several.
-        mini_batch: Whether f and g are on a mini-batch, so that the next step sees another one.
-            Such a problem is for a method that may run on changing batches.
-        touched: The coordinates of x that the mini-batch touches, sorted and each once; None for
-            all. With one weight per sample these are the samples of the batch. The gradient in all
-            others counts as 0.
-        inner: g for the inner variable z of a mini-batch step: one function (or
-            :class:`~lightning_bilevel.core.lower.LowerTerm`) per chunk of ``lower``, with the same
-            values; None takes ``lower``. A module with running statistics needs it, because z must
-            not change those of y.
-        upper_features: The part of f that depends on x alone, if there is one: then f(x, y) =
-            ``upper(upper_features(x), y)``. One function per chunk of ``upper``.
-        adaptation: How y is solved on a mini-batch, if the lower level belongs to the batch. Each
-            step on a mini-batch then starts at the same y, and only x moves in the end.
         constraints: Functions of (x, y) that return scalars, each of which is to be at most 0,
             beside the lower level. IVSP takes them.
 
@@ -134,35 +119,15 @@ class BilevelProblem:
         features: Part | Sequence[Part] | None = None,
         outputs: Part | Sequence[Part] | None = None,
         reduce: Reduce | None = None,
-        mini_batch: bool = False,
-        touched: Tensor | None = None,
-        inner: Function | Sequence[Function] | None = None,
-        upper_features: Part | Sequence[Part] | None = None,
-        adaptation: Adaptation | None = None,
         constraints: Sequence[Function] | None = None,
     ) -> None:
         if features is not None and outputs is not None:
             raise ValueError(
                 "`BilevelProblem` was given features and outputs: g may have one or the other."
             )
-        self.upper_terms = _terms(upper, upper_features)
+        self.upper_terms = _terms(upper)
         self.single_level = lower is None
         self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
-        # A plain function takes what the loss of its chunk takes: features or outputs, if any.
-        self.inner_terms = (
-            self.lower_terms
-            if inner is None
-            else _terms(
-                inner,
-                [term.features for term in self.lower_terms],
-                [term.outputs for term in self.lower_terms],
-            )
-        )
-        # f for the inner variable z of a mini-batch step, as `inner` is g for it.
-        self.inner_upper_terms = self.upper_terms
-        self.mini_batch = mini_batch
-        self.touched = touched
-        self.adaptation = adaptation
         # All constraints on one chunk of the data, as a function that returns a vector.
         self.residual_terms = [stacked(constraints)] if constraints else []
         self.upper_set = upper_set or Free()
@@ -235,8 +200,6 @@ class BilevelProblem:
         inner = copy.copy(self)
         inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
         inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
-        inner.inner_terms = [term.in_units(upper, lower) for term in self.inner_terms]
-        inner.inner_upper_terms = [term.in_units(upper, lower) for term in self.inner_upper_terms]
         inner.residual_terms = [rescaled(term, upper, lower) for term in self.residual_terms]
         inner.upper_set = Scaled(self.upper_set, upper)
         inner.lower_set = Scaled(self.lower_set, lower)
@@ -253,9 +216,7 @@ class BilevelProblem:
         """
         part = copy.copy(self)
         part.upper_terms = _weighted(self.upper_terms, upper)
-        part.inner_upper_terms = _weighted(self.inner_upper_terms, upper)
         part.lower_terms = _weighted(self.lower_terms, lower)
-        part.inner_terms = _weighted(self.inner_terms, lower)
         # A process without data learns from the whole batch how many constraints there are.
         part.residual_terms = [weighted(term, upper) for term in self.residual_terms]
         part._passes = Passes(reduce)
@@ -308,45 +269,6 @@ class BilevelProblem:
         self.calls += Calls(upper=1)
         terms = [partial(term, x, y) for term in self.upper_terms]
         return self._passes.differentiate("f", terms, inputs)
-
-    def sample(
-        self,
-        x: Tensor,
-        y: Tensor,
-        z: Tensor,
-        *,
-        upper_at_z: bool = False,
-        distance: bool = False,
-        seconds: float = 0.0,
-    ) -> Sample:
-        """Return f(x, y), g(x, y) and g(x, z) with all their gradients, for a mini-batch step.
-
-        g sees the same random numbers at y and z, such as the masks of dropout. The evaluation
-        takes 3 passes (4 with f at z), one transfer of numbers from the device, and over several
-        processes one sum.
-
-        Args:
-            x: The upper-level variables.
-            y: The lower-level variables.
-            z: The inner variable.
-            upper_at_z: Whether to evaluate f(x, z) as well, with the random numbers of f(x, y).
-            distance: Whether to measure the squared distance of y and z as well.
-            seconds: A time that this process has measured; the sample has the mean over processes.
-        """
-        return take_sample(
-            self._passes,
-            list(zip(self.upper_terms, self.inner_upper_terms, strict=True)),
-            list(zip(self.lower_terms, self.inner_terms, strict=True)),
-            (x, y, z),
-            upper_at_z=upper_at_z,
-            distance=distance,
-            seconds=seconds,
-        )
-
-    def episode(self, x: Tensor) -> Episode:
-        """Return f and g at a fixed x with all features kept, for a lower level of the batch."""
-        pairs = list(zip(self.lower_terms, self.inner_terms, strict=True))
-        return Episode(self._passes, self.upper_terms, pairs, x)
 
     def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points.

@@ -177,7 +177,7 @@ class EpisodeData(FullBatchDataModule):
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
         tasks_per_batch: Fresh episodes of each step; None has the ``n_train`` fixed ones in all
-            steps. Only a solver for mini-batches can take fresh ones.
+            steps. Fresh ones need a method on mini-batches, such as ``FewShot(method=F2SA())``.
 
     Attributes:
         image_shape: The shape of an image, (C, H, W). Set by ``setup``.
@@ -288,8 +288,8 @@ class TaskEpisodes(EpisodeData):
         test: The test episodes.
         epoch_length: Outer iterations per epoch.
         tasks_per_batch: Training episodes of each step, in another order each time that all have
-            had their turn; None has all of them in all steps. Only a solver for mini-batches can
-            take batches that change.
+            had their turn; None has all of them in all steps. Batches that change need a method on
+            mini-batches.
 
     Example:
         >>> task = (torch.rand(8, 1, 16, 16), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))

@@ -7,27 +7,36 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import pad
+from torch.optim import Adam
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
 from lightning_bilevel.modules.figures import draw_samples
-from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, nearest_centroid
+from lightning_bilevel.modules.inner_heads import EpisodeSets, mean_loss, solved
+from lightning_bilevel.modules.networks import (
+    Conv4,
+    TaskHeads,
+    adapt,
+    nearest_centroid,
+)
 from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights, mean_gap
+from lightning_bilevel.stochastic.step import Numbers, Step
 
 __all__ = ["FewShot"]
 
-# 20 steps of 0.5.
-TWENTY_STEPS = Adaptation()
+# The largest weight of the encoder and of a head.
+_UPPER, _LOWER = 5.0, 20.0
 
 
 class FewShot(BilevelModule):
@@ -43,9 +52,21 @@ class FewShot(BilevelModule):
     The ReLU and the max-pooling of the encoder are not differentiable, so the convergence theorem
     does not cover it in the letter.
 
-    On mini-batches of fresh episodes
-    (:class:`~lightning_bilevel.data.episodes.EpisodeData` with ``tasks_per_batch``) the heads
-    belong to the batch: they start at zero in each step and are solved on the batch's features.
+    With a method (or what its optimiser takes) each step has fresh episodes
+    (:class:`~lightning_bilevel.data.episodes.EpisodeData` with ``tasks_per_batch``). The heads then
+    belong to the batch. With the features of the batch computed once, the weights a, b and the
+    :math:`\rho` of the method, and :math:`P` the projection onto their box, n steps from zero:
+
+    .. math::
+        z &\leftarrow P(z - s \nabla_y g(x, z)), \quad n \text{ times from 0} \\
+        y &\leftarrow P\Bigl(y - s \frac{a \nabla_y f(x, y) + b\, [\nabla_y g(x, y)
+          + (z - y)/\rho]}{a + b}\Bigr), \quad n \text{ times from } z
+
+    A method with a proximal term moves z along with y, by
+    :math:`z \leftarrow P(z - s [\nabla_y g(x, z) + (z - y)/\rho])`; the others leave out
+    :math:`(z - y)/\rho`. Then x makes one step of its optimiser, down
+    :math:`a f(x, y) + b\, [g(x, y) - g(x, z)]` by one backward pass through the features. b of
+    StreamingIVSP is that of the gaps of earlier steps.
 
     Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
     error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``. The error
@@ -64,9 +85,15 @@ class FewShot(BilevelModule):
             shrinks as 1/T: solver settings for 128 tasks need a unit of about sqrt(T/128).
         envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
             none of their own.
-        adaptation: How the heads are solved on a mini-batch of episodes. Its ``lr`` is the step of
-            a head on the loss of its own task, whatever the number of tasks.
-        solver: The solver and its arguments.
+        method: The method on fresh episodes, one of F2SA, VPBGD, F2BA, MEHA and StreamingIVSP of
+            :mod:`lightning_bilevel.stochastic`; None is F2SA, if one of the next three is given.
+        upper_optimizer: Makes the torch optimiser of the encoder on fresh episodes; None is Adam
+            with a rate of 1e-3.
+        upper_scheduler: Makes its scheduler, which steps at every step.
+        gradient_clip_val: The largest gradient norm of the encoder there.
+        inner_steps: n, the gradient steps of z, and then of y from there.
+        inner_lr: The step of a head on the loss of its own task, whatever the number of tasks.
+        solver: The solver of an exact run on the same episodes in each step; None is IVSP.
     """
 
     def __init__(
@@ -78,27 +105,64 @@ class FewShot(BilevelModule):
         chunk_images: int = 50,
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
-        adaptation: Adaptation = TWENTY_STEPS,
-        solver: SolverCallable = IVSP,
+        method: Penalty | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        upper_scheduler: LRSchedulerCallable | None = None,
+        gradient_clip_val: float | None = None,
+        inner_steps: int = 20,
+        inner_lr: float = 0.5,
+        solver: SolverCallable | None = None,
     ) -> None:
         super().__init__()
+        if inner_steps < 1 or not 0.0 < inner_lr < float("inf"):
+            raise ValueError(
+                f"`FewShot(inner_steps={inner_steps}, inner_lr={inner_lr})` must be at least 1 and "
+                "positive."
+            )
+        if method is not None and not isinstance(method, Penalty):
+            raise ValueError(
+                f"`FewShot(method={type(method).__name__}())` solves the heads on each batch, "
+                "which needs F2SA, VPBGD, F2BA, MEHA or StreamingIVSP."
+            )
         self.tasks = tasks
         self.ways = ways
         self.chunk_images = chunk_images
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
+        self.inner_iterations = 2 * inner_steps
+        self._inner = partial(solved, steps=inner_steps, lr=inner_lr, bound=_LOWER)
+        self._optimizer = upper_optimizer, upper_scheduler
+        options = method, upper_optimizer, upper_scheduler, gradient_clip_val
+        self._fresh = any(given is not None for given in options)
+        if self._fresh:
+            method = method or F2SA()
+            # Those of a batch take their place. DDP waits for a gradient of all others.
+            self._ddp_params_and_buffers_to_ignore = ["heads.weight", "heads.bias"]
+        elif solver is None:
+            solver = IVSP
         self.declare(
             upper=self.encoder,
             lower=self.heads,
-            upper_set=Box(-5.0, 5.0),
-            lower_set=Box(-20.0, 20.0),
+            upper_set=Box(-_UPPER, _UPPER),
+            lower_set=Box(-_LOWER, _LOWER),
             lower_unit=lower_unit,
             solver=solver,
             envelope=envelope,
-            # Losses are means over the tasks, so a head's own gradient is divided by T.
-            adaptation=Adaptation(adaptation.steps, adaptation.lr * tasks),
+            method=method,
+            gradient_clip_val=gradient_clip_val,
             qualification=ConstantAffineSegments("linear softmax heads"),
         )
+
+    def configure_optimizers(self) -> Any:
+        """Return the solver, or on fresh episodes the optimiser of the encoder alone."""
+        if not self._fresh:
+            return super().configure_optimizers()
+        make, schedule = self._optimizer
+        optimizer = (make or partial(Adam, lr=1e-3))(self.encoder.parameters())
+        if schedule is None:
+            return optimizer
+        scheduler = {"scheduler": schedule(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (E, N, d) of images (E, N, C, H, W), a few tasks at a time."""
@@ -106,20 +170,10 @@ class FewShot(BilevelModule):
             [self.encoder(part) for part in torch.split(images, self._tasks_at_once(images))]
         )
 
-    def upper_features(self, batch: Any) -> Tensor:
-        """The features of the query sets: f depends on x only through them."""
-        features: Tensor = self(batch[0])
-        return features
-
-    def upper_loss(self, batch: Any, features: Tensor) -> Tensor:
+    def upper_loss(self, batch: Any) -> Tensor:
         """The mean loss on the query sets."""
-        _, labels, index = batch
-        return _loss(self.heads(features, index), labels)
-
-    def upper_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of f in the heads, for the inner steps on a mini-batch."""
-        _, labels, index = batch
-        return self.heads.gradient(features, labels, index)
+        images, labels, index = batch
+        return mean_loss(self.heads(self(images), index), labels)
 
     def lower_features(self, batch: Any) -> Tensor:
         """The features of the support sets: g depends on x only through them."""
@@ -129,11 +183,33 @@ class FewShot(BilevelModule):
     def lower_loss(self, batch: Any, features: Tensor) -> Tensor:
         """The mean loss on the support sets, all heads in one product."""
         _, labels, index = batch
-        return _loss(self.heads(features, index), labels)
+        return mean_loss(self.heads(features, index), labels)
 
-    def lower_gradient(self, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of g in the heads, likewise."""
-        return self.upper_gradient(batch, features)
+    def batch_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
+        """Solve the heads on fresh episodes and add the gradient of the encoder."""
+        method = step.method
+        assert isinstance(method, Penalty)
+        if step.first:
+            step.weights = method.lagged(step)
+        weights: Weights = step.weights
+        support, query = self._sets_of(lower), self._sets_of(upper)
+        y, z = self._inner(support, query, weights, method.proximal)
+        f, g_y, g_z = query.loss(y), support.loss(y), support.loss(z)
+        step.backward(weights.upper * f + weights.gap * (g_y - g_z))
+        if step.first:
+            method.observe(step, partial(mean_gap, step, g_y, g_z), lambda: (y - z).square().sum())
+        return Numbers(f.detach(), g_y.detach(), g_z.detach(), weights.gap / weights.upper)
+
+    def _sets_of(self, batch: Any) -> EpisodeSets:
+        images, labels, index = batch
+        if index is not None:
+            order = index.argsort()
+            images, labels = images[order], labels[order]
+        features = self(images)
+        # The heads are solved in float32 at least.
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        # The weight of a constant 1 is the bias.
+        return EpisodeSets(pad(features, (0, 1), value=1.0), labels, self.ways)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""
@@ -200,7 +276,7 @@ class FewShot(BilevelModule):
         }
         # Processes have the same batch or parts of it: the mean over them is right for both.
         options |= {"sync_dist": True, "batch_size": len(logits)}
-        self.log(f"{name}_loss", _loss(logits, episodes.query_labels), prog_bar=True, **options)
+        self.log(f"{name}_loss", mean_loss(logits, episodes.query_labels), prog_bar=True, **options)
         for tag, wrong in errors.items():
             self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
 
@@ -221,7 +297,3 @@ class FewShot(BilevelModule):
             logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
         labels, guesses = episode.query_labels[0].tolist(), logits[0].argmax(-1).tolist()
         return draw_samples(episode.query[0], labels, guesses, "queries: class → predicted class")
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())

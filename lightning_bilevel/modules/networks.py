@@ -11,6 +11,7 @@ __all__ = [
     "Conv4",
     "TaskHeads",
     "adapt",
+    "cross_entropy_slope",
     "nearest_centroid",
     "sigmoid_network",
 ]
@@ -101,22 +102,8 @@ class TaskHeads(nn.Module):
             bias = bias.index_select(0, index)
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
-    def gradient(
-        self, features: Tensor, labels: Tensor, index: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the mean cross-entropy in the weights and the biases."""
-        slope = _slope(self(features, index), labels) / labels.numel()
-        gradients = slope.transpose(1, 2) @ features, slope.sum(1)
-        if index is None:
-            return gradients
-        weight, bias = (
-            torch.zeros_like(whole).index_add_(0, index, part)
-            for whole, part in zip((self.weight, self.bias), gradients, strict=True)
-        )
-        return weight, bias
 
-
-def _slope(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_slope(logits: Tensor, labels: Tensor) -> Tensor:
     """Return softmax - truth, the gradient of the cross-entropy of each sample in its logits."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     truth = (labels.unsqueeze(-1) == classes).to(logits)
@@ -142,7 +129,7 @@ def adapt(
     bias = features.new_zeros(len(features), ways)
     for _ in range(steps):
         logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = _slope(logits, labels) / features.shape[1]
+        slope = cross_entropy_slope(logits, labels) / features.shape[1]
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias

@@ -7,25 +7,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.weights import SampleWeights
 from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
-from lightning_bilevel.plugin.schedulers import SchedulerCallable
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP
+from lightning_bilevel.stochastic.penalties import StreamingIVSP
+from lightning_bilevel.stochastic.step import Method
 
 __all__ = ["Reweighting"]
 
-# The rate of the model: a tenth of that of plain training, because at the full rate it learns a
-# small trusted set by heart, and then nothing tells the samples apart.
-_RATE = 1e-4
 _LAST = -1
 
 
@@ -50,28 +46,31 @@ class Reweighting(BilevelModule):
 
     The result is the weights: export them, and train again as you always do. Validation logs
     ``val_loss`` and, for classes, ``val_error``; a second validation loader is taken for test data.
-    If the data know which labels are wrong (``datamodule.corrupted``), it logs ``auroc`` and
-    ``missed_errors`` as :class:`~lightning_bilevel.modules.hypercleaning.HyperCleaning` does.
-    The loggers get a picture of the weights at the end.
+    If the data know which labels are wrong (``datamodule.corrupted``), it logs two measures of how
+    well low weights identify them: ``auroc``, and ``missed_errors``, the share of wrong labels that
+    are not among as many samples of lowest weight as there are wrong labels. The loggers get a
+    picture of the weights at the end.
 
     Args:
         model: The model, a LightningModule or any other; its parameters are the start. Only its
             ``forward`` is used, and frozen parameters stay as they are.
         weights: The weights. A module of your own may have the attributes ``entry`` (the place in a
             lower batch of what its ``forward`` takes; None for the losses; the last if it has
-            none), ``feasible`` (its set), ``optimizer`` (what makes its torch optimiser),
-            ``touched(key)`` (the numbers of the variables that a batch moves) and ``figure()``.
+            none), ``feasible`` (its set), ``optimizer`` (what makes its torch optimiser) and
+            ``figure()``.
         loss: The loss of each sample, from the model's outputs and the labels; None is the
             cross-entropy.
-        lr: The rate of AdamW for the model; None is 1e-4. It is the setting that decides: start
-            with a tenth of the rate that you would train with, and choose it by trusted samples
-            that are held out.
-        solver: The solver and its arguments; None is
-            :class:`~lightning_bilevel.solvers.streaming_ivsp.StreamingIVSP` with the optimiser of
-            the weights above and AdamW below.
-        scheduler: Makes a torch scheduler from the solver, which then steps at every iteration.
-        envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that have
-            none of their own.
+        method: The method on mini-batches; None is
+            :class:`~lightning_bilevel.stochastic.penalties.StreamingIVSP`.
+        upper_optimizer: Makes the torch optimiser of the weights; None is ``weights.optimizer``.
+        lower_optimizer: That of the model; None is AdamW with a rate of 1e-4. This rate is the
+            setting that decides: at the full rate a model learns a small trusted set by heart, and
+            then nothing tells the samples apart. Start with a tenth of the rate that you would
+            train with, and choose it by trusted samples that are held out.
+        solver: The solver of an exact run on all data, in place of a method and its optimisers.
+        options: What else :meth:`~lightning_bilevel.plugin.mixin.BilevelMixin.declare` takes:
+            ``upper_scheduler``, ``lower_scheduler``, ``gradient_clip_val``, ``accumulate``,
+            ``envelope``.
     """
 
     def __init__(
@@ -79,27 +78,29 @@ class Reweighting(BilevelModule):
         model: nn.Module,
         weights: nn.Module,
         loss: Callable[[Any, Any], Tensor] | None = None,
-        lr: float | None = None,
+        method: Method | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
         solver: SolverCallable | None = None,
-        scheduler: SchedulerCallable | None = None,
-        envelope: Envelope | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        if lr is not None and solver is not None:
-            raise ValueError(
-                f"`Reweighting(lr={lr!r}, solver=...)`: a solver has the rate of the model in its "
-                "`lower_optimizer`. Give one of the two."
-            )
         self.model = model
         self.weights = weights
         self.loss = partial(cross_entropy, reduction="none") if loss is None else loss
+        given = method is not None or upper_optimizer is not None or lower_optimizer is not None
+        if solver is None and (given or type(self).default_solver is None):
+            method = method or StreamingIVSP()
+            upper_optimizer = upper_optimizer or getattr(weights, "optimizer", None)
         self.declare(
             upper=weights,
             lower=model,
             upper_set=getattr(weights, "feasible", None),
-            solver=solver or _default_solver(weights, _RATE if lr is None else lr),
-            scheduler=None if scheduler is None else {"scheduler": scheduler, "interval": "step"},
-            envelope=envelope,
+            solver=solver,
+            method=method,
+            upper_optimizer=upper_optimizer,
+            lower_optimizer=lower_optimizer,
+            **options,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,8 +111,9 @@ class Reweighting(BilevelModule):
         """Return the inputs and the labels of a batch of either level: its first two entries."""
         if not isinstance(batch, (tuple, list)):
             raise TypeError(
-                f"`Reweighting` was given a {type(batch).__name__} as a batch: it must be (inputs, "
-                "labels, ...). For another form, override `split(batch)` and `key(batch)`."
+                f"`{type(self).__name__}` was given a {type(batch).__name__} as a batch: it must "
+                "be (inputs, labels, ...). For another form, override `split(batch)` and "
+                "`key(batch)`."
             )
         return batch[0], batch[1]
 
@@ -121,7 +123,7 @@ class Reweighting(BilevelModule):
         # The labels are no key, unless the weights ask for them.
         if (entry not in (0, 1) and len(batch) < 3) or entry >= len(batch):
             raise ValueError(
-                f"`Reweighting` was given a lower batch of {len(batch)} entries: its "
+                f"`{type(self).__name__}` was given a lower batch of {len(batch)} entries: its "
                 f"{type(self.weights).__name__} needs (inputs, labels, number or source), as "
                 "`Numbered(dataset)` makes them."
             )
@@ -137,13 +139,14 @@ class Reweighting(BilevelModule):
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The weighted mean of the losses."""
-        weights: Tensor = self.weights(self._key(batch, losses))
+        weights: Tensor = self.weights(losses.detach() if self._by_losses else self.key(batch))
         return weights @ losses.to(weights) / weights.sum()
 
-    @property
-    def upper_indices(self) -> Callable[..., Tensor] | None:  # type: ignore[override]
-        """Tells which variables a lower batch moves, if the weights do; None moves all."""
-        return None if getattr(self.weights, "touched", None) is None else self._touched
+    def suspicion(self, data: Any) -> Tensor | None:
+        """Return a number per training sample, larger where a wrong label is more likely."""
+        if self._by_losses:
+            return None
+        return -torch.cat([self.weights(self.key(part)) for part in as_chunks(data.lower).batches])
 
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the weights."""
@@ -152,7 +155,8 @@ class Reweighting(BilevelModule):
             n = len(self.weights.logits)
             if samples != n:
                 raise ValueError(
-                    f"`SampleWeights(n={n})` was given {samples} training samples: they must agree."
+                    f"`{type(self).__name__}` has the weights of {n} samples and was given "
+                    f"{samples} training samples: they must agree."
                 )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -166,16 +170,17 @@ class Reweighting(BilevelModule):
         """Return the model's outputs; labels are ignored."""
         return self(self.split(batch)[0])
 
+    @torch.no_grad()
     def on_validation_epoch_end(self) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
         corrupted = getattr(data, "corrupted", None)
-        if self._by_losses or corrupted is None or not 0 < int(corrupted.sum()) < len(corrupted):
+        # Without a wrong or without a right label there is nothing to tell apart.
+        if corrupted is None or not 0 < int(corrupted.sum()) < len(corrupted):
             return
-        with torch.no_grad():
-            parts = [self.weights(self.key(part)) for part in as_chunks(data.lower).batches]
-        suspicion = -torch.cat(parts).cpu()
-        for name, value in detection(suspicion, corrupted.cpu()).items():
-            self._log(name, torch.tensor(value))
+        suspicion = self.suspicion(data)
+        if suspicion is not None:
+            for name, value in detection(suspicion.cpu(), corrupted.cpu()).items():
+                self._log(name, torch.tensor(value))
 
     def on_train_end(self) -> None:
         """Show the weights in the loggers."""
@@ -186,13 +191,6 @@ class Reweighting(BilevelModule):
     @property
     def _by_losses(self) -> bool:
         return getattr(self.weights, "entry", _LAST) is None
-
-    def _touched(self, batch: Any) -> Tensor:
-        index: Tensor = self.weights.touched(self.key(batch))  # type: ignore[operator]
-        return index
-
-    def _key(self, batch: Any, losses: Tensor) -> Any:
-        return losses.detach() if self._by_losses else self.key(batch)
 
     def _sample_losses(self, batch: Any) -> Tensor:
         inputs, labels = self.split(batch)
@@ -226,14 +224,6 @@ class Reweighting(BilevelModule):
             batch_size=batch_size,
             **options,
         )
-
-
-def _default_solver(weights: nn.Module, lr: float) -> SolverCallable:
-    return partial(
-        StreamingIVSP,
-        upper_optimizer=getattr(weights, "optimizer", partial(AdamW, lr=1e-2, weight_decay=0.0)),
-        lower_optimizer=partial(AdamW, lr=lr),
-    )
 
 
 def _are_classes(outputs: Any, labels: Any) -> bool:

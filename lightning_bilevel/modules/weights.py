@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.modules.figures import draw_bars, draw_curve, draw_histogram
-from lightning_bilevel.solvers.table_rms import TableRMS
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.stochastic.table_rms import TableRMS
 
 __all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]
 
@@ -90,7 +90,7 @@ class SampleWeights(_Table):
     r"""One weight per training sample, :math:`w_i = \sigma(x_i)` with :math:`x_i` in [-8, 8].
 
     All weights start at 1/2. On mini-batches a weight moves when its sample is in the batch and at
-    no other time; by default :class:`~lightning_bilevel.solvers.table_rms.TableRMS` decides how
+    no other time; by default :class:`~lightning_bilevel.stochastic.table_rms.TableRMS` decides how
     far, which depends neither on the number of samples nor on the size of a batch.
 
     The table cannot tell anything of samples that it has no row for. For data that are seen once
@@ -120,10 +120,6 @@ class SampleWeights(_Table):
         """Return the weights of the samples with these numbers."""
         # The backward pass of plain indexing takes longer than the whole forward pass.
         return self.logits.index_select(0, index.reshape(-1)).sigmoid()
-
-    def touched(self, index: Tensor) -> Tensor:
-        """Return the numbers of the weights that a batch speaks of: those of its samples."""
-        return index
 
     def figure(self) -> Any:
         """Draw how many samples have which weight, as a matplotlib figure."""

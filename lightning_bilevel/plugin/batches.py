@@ -16,12 +16,13 @@ from lightning_bilevel.core.leaves import leaves
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = [
-    "BatchProblem",
-    "Batches",
-    "check_batch",
-    "warn_of_sample",
-]
+__all__ = ["ON_MINI_BATCHES", "BatchProblem", "Batches", "check_batch", "warn_of_sample"]
+
+# How to run on mini-batches, for messages of exact runs.
+ON_MINI_BATCHES = (
+    "return two torch optimisers, one per level, from `configure_optimizers`, and say `method=` in "
+    "place of `solver=`"
+)
 
 
 @dataclass
@@ -99,8 +100,7 @@ class Batches:
 
         Args:
             call: The name of the module, for messages.
-            solver: Its solver. Unless it takes mini-batches, each batch must have the values of the
-                first.
+            solver: Its solver.
             batch: The batch.
             make: Makes the problem, if the batch is not the current one.
             loader: The training loader, which has a ``sample`` if its batches are one that grows.
@@ -115,7 +115,7 @@ class Batches:
             now.problem.sampled_from(self.whole.problem, sample.share)
         if self.whole is not None and sample.begins:
             solver.problem_changed()
-        elif before is not None and now is not before and not solver.takes_mini_batches:
+        elif before is not None and now is not before:
             _refuse_change(call, solver)
         return now
 
@@ -151,9 +151,8 @@ def _refuse_change(call: str, solver: BilevelOptimizer) -> None:
     name = type(solver).__name__
     raise MisconfigurationException(
         f"`{call}` was given a batch with other values than the one before, as mini-batches, "
-        f"shuffling and augmentation make them: {name} {solver.needs_all_data}. "
-        f"Use `{solver.for_mini_batches}`, which may see another batch in each step; or give "
-        f"{name} all data in each step, by a FullBatchDataModule."
+        f"shuffling and augmentation make them. {name} needs the same data in each step: give it "
+        f"all of them, by a FullBatchDataModule; or run on mini-batches: {ON_MINI_BATCHES}."
     )
 
 

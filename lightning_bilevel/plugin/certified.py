@@ -16,6 +16,7 @@ from lightning_bilevel.plugin.buffers import write_buffers
 from lightning_bilevel.plugin.declared import DeclaredLevels
 from lightning_bilevel.plugin.run import RESTORED
 from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solvers.record import StreamInfo
 
 __all__ = ["CertifiedPoints"]
 
@@ -35,7 +36,7 @@ class CertifiedPoints(DeclaredLevels):
     @property
     def on_mini_batches(self) -> bool:
         """Whether the run is on mini-batches. Its certificate is then of all data."""
-        return self._run.stream is not None
+        return self.mini_batches is not None
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -84,8 +85,8 @@ class CertifiedPoints(DeclaredLevels):
         """Return the certificate of the current point; None without an envelope.
 
         After a run on mini-batches f and g are evaluated in eval mode on all data, which the
-        training loaders are asked for once more. Where the lower level belongs to the batch
-        (``adaptation``) there is no certificate, because no y belongs to all data.
+        training loaders are asked for once more. Where the lower level is solved on each batch
+        there is no certificate, because no y belongs to all data.
 
         Args:
             batch: The training batch to evaluate f and g on; None is the last one, and after a run
@@ -105,25 +106,28 @@ class CertifiedPoints(DeclaredLevels):
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
                 suffice, the certificate says how accurate it is.
         """
-        declared, run, stream = self._declared(), self._run, self._run.stream
-        solver = run.solver
+        declared, run = self._declared(), self._run
+        stream, solver = self.mini_batches, run.solver
         # Monitors look at a sample: their curve needs one rho from beginning to end.
         reachable = stream is not None and envelope is None and not sample
-        reachable = reachable and solver.envelope is not None
+        reachable = reachable and self.envelope != declared.envelope
         envelope = envelope or self.envelope
+        iteration = 0 if self.last_step is None else self.last_step.iteration
+        point, multiplier = self.point, run.certifier.multiplier
         if stream is None:
             problem, data = self._exact_problem(batch), ""
-        elif declared.adaptation is not None or envelope is None:
+            name = run.point_name(declared.norms())
+            multiplier = solver.multiplier if multiplier is None else multiplier
+        elif self.batch_gradients is not None:
             return None
-        else:
-            problem, data = stream.evaluated(batch, sample, batches)
         if envelope is None:
             return None
-        iteration = 0 if self.last_step is None else self.last_step.iteration
-        point, name = self.point, run.point_name(declared.norms())
-        multiplier = run.certifier.multiplier
-        if multiplier is None:
-            multiplier = solver.multiplier
+        if stream is not None:
+            problem, data = stream.evaluated(batch, sample, batches)
+            name = f"the last iterate, step {iteration}"
+            tracked = declared.method is not None and declared.method.envelope is not None
+            if multiplier is None and tracked and isinstance(self.last_step, StreamInfo):
+                multiplier = float(self.last_step.multiplier)
         if proved:
             kept = self._proved()
             # Its bounds are those of the solver's own relaxation.

@@ -23,17 +23,13 @@ __all__ = [
 ]
 
 
-def check_precision(trainer: Any, solver: BilevelOptimizer, *, mini_batches: bool) -> None:
-    """Refuse a precision that does not resolve the differences that a solver takes."""
-    allowed = ["32-true", "64-true"]
-    if mini_batches and not solver.takes_differences:
-        allowed.append("bf16-mixed")
-    if trainer.precision not in allowed:
-        where = "mini-batches" if mini_batches else "all data"
+def check_precision(trainer: Any, solver: BilevelOptimizer) -> None:
+    """Refuse a precision that does not resolve the differences that an exact solver takes."""
+    if trainer.precision not in ("32-true", "64-true"):
         raise MisconfigurationException(
             f"`Trainer(precision={trainer.precision!r})` is not supported with "
-            f"{type(solver).__name__} on {where}: small differences of large numbers would be "
-            f"lost. Use {' or '.join(allowed)}."
+            f"{type(solver).__name__} on all data: small differences of large numbers would be "
+            "lost. Use 32-true or 64-true."
         )
 
 
@@ -43,9 +39,9 @@ def check_automatic(module: LightningModule, trainer: Any) -> None:
     if clip or accumulated != 1:
         raise MisconfigurationException(
             f"`Trainer(gradient_clip_val={clip}, accumulate_grad_batches={accumulated})` does not "
-            "reach the steps of a bilevel solver: clip by the solver's `upper_clip` and "
-            "`lower_clip` on mini-batches, and let the loader yield the larger batch, as `Chunks` "
-            "if it does not fit into memory."
+            "reach the steps of a bilevel solver. On mini-batches use "
+            "`declare(gradient_clip_val=..., accumulate=...)`; on all data let the loader yield "
+            "the larger batch, as `Chunks` if it does not fit into memory."
         )
     averages = any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks)
     if averages and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
@@ -96,5 +92,7 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
     if module.automatic_optimization or not isinstance(solver, BilevelOptimizer):
         raise MisconfigurationException(
             f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its "
-            "`configure_optimizers` must return the solver of `super().configure_optimizers()`."
+            "`configure_optimizers` must return the solver of `super().configure_optimizers()`, or "
+            "a torch optimiser per level; then an own `configure_callbacks` must add to "
+            "`super().configure_callbacks()`."
         )

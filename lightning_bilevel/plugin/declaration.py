@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.plugin.functional import Declared, parameters_of
-from lightning_bilevel.plugin.schedulers import SchedulerPlan
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["Declaration", "Level", "Sets", "kinks_of"]
 
@@ -126,8 +126,11 @@ class Declaration:
         solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
-        scheduler: How the scheduler of the rates is made, if there is one.
-        adaptation: How the lower level is solved on a mini-batch that it belongs to.
+        method: The method of a run by torch optimisers.
+        options: How its steps are made.
+        optimizers: What makes the optimisers of x and y, if the module has no
+            ``configure_optimizers`` of its own.
+        schedulers: What makes the schedulers of these.
     """
 
     upper: Level
@@ -136,13 +139,20 @@ class Declaration:
     solver: SolverCallable
     envelope: Envelope | None
     qualification: Qualification
-    scheduler: SchedulerPlan | None = None
-    adaptation: Adaptation | None = None
+    method: Method | None = None
+    options: Options = field(default_factory=Options)
+    optimizers: tuple[OptimizerCallable | None, OptimizerCallable | None] = (None, None)
+    schedulers: tuple[LRSchedulerCallable | None, LRSchedulerCallable | None] = (None, None)
 
     def __post_init__(self) -> None:
         for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
             if not 0.0 < unit < float("inf"):
                 raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
+            if unit != 1.0 and (self.method is not None or any(self.optimizers)):
+                raise ValueError(
+                    f"`{self.upper.call}({name}={unit})` is for an exact solver: on mini-batches "
+                    "the rate of the level's optimiser takes its place."
+                )
 
     @property
     def levels(self) -> tuple[Level, Level]:

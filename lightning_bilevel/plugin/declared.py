@@ -7,21 +7,23 @@ from typing import Any, ClassVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_bilevel.core.episode import Adaptation
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.plugin.batches import BatchProblem, check_batch
+from lightning_bilevel.plugin.batches import ON_MINI_BATCHES, BatchProblem, check_batch
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
+from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import shared_problem
 from lightning_bilevel.plugin.run import Run
-from lightning_bilevel.plugin.schedulers import SchedulerDeclared, plan_of
 from lightning_bilevel.solvers.base import SolverCallable
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["DeclaredLevels"]
 
@@ -32,10 +34,11 @@ class DeclaredLevels:
     default_solver: ClassVar[SolverCallable | None] = None
     lower_features: Callable[..., Any] | None = None
     lower_outputs: Callable[..., Any] | None = None
-    upper_features: Callable[..., Any] | None = None
-    upper_gradient: Callable[..., Any] | None = None
-    lower_gradient: Callable[..., Any] | None = None
-    upper_indices: Callable[..., Tensor] | None = None
+    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
+    batch_gradients: Callable[..., Any] | None = None
+    # The gradient steps on the lower level in a step on a mini-batch.
+    inner_iterations: int = 1
+    _mini_batches: MiniBatches | None = None
 
     def declare(
         self,
@@ -49,8 +52,14 @@ class DeclaredLevels:
         lower_unit: float = 1.0,
         envelope: Envelope | None = None,
         qualification: Qualification = "not known",
-        scheduler: SchedulerDeclared | None = None,
-        adaptation: Adaptation | None = None,
+        method: Method | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_scheduler: LRSchedulerCallable | None = None,
+        lower_scheduler: LRSchedulerCallable | None = None,
+        gradient_clip_val: float | tuple[float | None, float | None] | None = None,
+        accumulate: int = 1,
+        skip_nonfinite: bool = False,
     ) -> None:
         r"""Say what belongs to which level.
 
@@ -71,44 +80,74 @@ class DeclaredLevels:
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
                 ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
                 of the envelope that returns words. The certificate shows it.
-            scheduler: Makes a torch scheduler from the solver, whose groups are the levels; or
-                Lightning's dict, ``{"scheduler": ..., "interval": "step" or "epoch", "frequency":
-                ..., "monitor": ..., "name": ...}``. It changes the rates of the levels that have a
-                torch optimiser.
-            adaptation: Says that on mini-batches the lower level belongs to the batch, as the heads
-                of fresh few-shot episodes do, and how it is solved there. The lower-level
-                parameters are then the start of y in each step, and do not change. Runs on all data
-                are as without it.
+            method: The method of a run on mini-batches, of
+                :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
+                ``configure_optimizers``, or else the next two.
+            upper_optimizer: Makes the torch optimiser of x from its parameters; None is AdamW with
+                a rate of 1e-2 and no weight decay.
+            lower_optimizer: That of y; None is AdamW with a rate of 1e-4, a tenth of the usual one.
+            upper_scheduler: Makes the scheduler of x's optimiser, which steps at every step.
+            lower_scheduler: That of y's.
+            gradient_clip_val: Such a run clips the gradient of a level to this norm, one number or
+                one per level.
+            accumulate: The batches of one of its steps.
+            skip_nonfinite: Whether it leaves out a batch that is not finite, and ends after ten in
+                a row. It costs a device sync per step.
         """
         # Read from the class: an instance would bind a plain function as its method.
-        solver = solver or type(self).default_solver
-        if solver is None:
+        if solver is not None and (method is not None or upper_optimizer or lower_optimizer):
             raise ValueError(
-                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`."
+                f"`{type(self).__name__}.declare()` was given a solver, for exact runs, and a "
+                "method or optimisers, for mini-batches: give one of the two."
+            )
+        if method is not None and not isinstance(method, Method):
+            raise TypeError(
+                f"`{type(self).__name__}.declare(method={getattr(method, '__name__', method)!s})` "
+                "must be an instance of a method on mini-batches, such as "
+                "`lightning_bilevel.stochastic.F2SA()`; a solver for all data is given as "
+                "`solver=`."
+            )
+        solver = solver or type(self).default_solver
+        optimizers = upper_optimizer, lower_optimizer
+        by_torch = method is not None or any(optimizers) or self._has_own_optimizers()
+        if solver is None and not by_torch:
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` needs a solver, such as `solver=IVSP`, or "
+                "`configure_optimizers` a torch optimiser for each level."
+            )
+        clip: Any = gradient_clip_val
+        steps = upper_scheduler, lower_scheduler, clip, None if accumulate == 1 else accumulate
+        if not by_torch and any(given is not None for given in steps):
+            raise ValueError(
+                f"`{type(self).__name__}.declare()` was given schedulers, `gradient_clip_val` or "
+                "`accumulate`, which are for mini-batches: name a method or an optimiser too."
             )
         call = f"{type(self).__name__}.declare"
         self._declaration = Declaration(
             Level(call, "upper", upper, upper_set),
             Level(call, "lower", lower, lower_set),
             (upper_unit, lower_unit),
-            solver,
+            solver or IVSP,
             envelope,
             qualification,
-            plan_of(call, scheduler),
-            adaptation,
+            method,
+            Options(
+                clip=tuple(clip) if isinstance(clip, (tuple, list)) else (clip, clip),
+                accumulate=accumulate,
+                skip_nonfinite=skip_nonfinite,
+            ),
+            optimizers,
+            (upper_scheduler, lower_scheduler),
         )
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(self._declaration.new_solver())
-        self._resumed: dict[str, Any] = {}
+        self._saved_start: Start | None = None
         self.last_step: StepInfo | None = None
         self._module().automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return f on the batch of the upper level.
-
-        With :attr:`upper_features`, their result is the second argument.
-        """
+        """Return f on the batch of the upper level."""
         raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
 
     def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +167,9 @@ class DeclaredLevels:
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the certificate, in y: the solver's, or else the declared one."""
-        return self._run.solver.envelope or self._declared().envelope
+        method = self._declared().method
+        own = self._run.solver.envelope if method is None else method.envelope
+        return own or self._declared().envelope
 
     @property
     def point(self) -> tuple[Tensor, Tensor]:
@@ -147,6 +188,15 @@ class DeclaredLevels:
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the two levels with their units, as a solver takes them."""
         return self._declared().groups()
+
+    @property
+    def mini_batches(self) -> MiniBatches | None:
+        """The run on mini-batches by torch optimisers; None in any other run."""
+        run = self._mini_batches
+        return run if run is not None and run.step is not None else None
+
+    def _has_own_optimizers(self) -> bool:
+        return False
 
     def _module(self) -> LightningModule:
         return cast(LightningModule, self)
@@ -181,10 +231,7 @@ class DeclaredLevels:
             except NonFiniteError:
                 raise
             except BilevelError as error:
-                way = type(run.solver).__name__
-                if not run.solver.takes_mini_batches:
-                    way = run.solver.for_mini_batches
-                raise type(error)(f"{error} Or use `{way}` on mini-batches.") from error
+                raise type(error)(f"{error} Or run on mini-batches: {ON_MINI_BATCHES}.") from error
             run.certifier.start = run.certifier.start or start
             run.buffers.examine(module, problem, *point)
         return BatchProblem(contents, batch, part, problem)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -84,10 +83,6 @@ class ModuleFunctions:
         upper: Its upper-level parameters.
         lower: Its lower-level parameters.
         written: Buffers that calls are known to write to.
-        shadow: The kind of copy that calls write to; None lets them write to the module's own
-            buffers.
-        context: What the calls run in, such as autocast. A value of half precision is then
-            returned in float32.
     """
 
     def __init__(
@@ -96,12 +91,8 @@ class ModuleFunctions:
         upper: Iterable[nn.Parameter],
         lower: Iterable[nn.Parameter],
         written: Iterable[Tensor] = (),
-        *,
-        shadow: type[Shadow] | None = Shadow,
-        context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.module = module
-        self.context = context
         homes: dict[int, Places] = {}
         buffers: dict[int, Tensor] = {}
         for layer in module.modules():
@@ -119,12 +110,10 @@ class ModuleFunctions:
         # A batch-normalisation layer writes its running statistics at every call, also at trial
         # points that are rejected later. It writes into these copies.
         written_ids = {id(buffer) for buffer in written}
-        self.shadows: list[Shadow] = []
-        if shadow is not None:
-            self.shadows = [
-                shadow(homes[i], buffer, buffer._version, buffer.clone(), i in written_ids)
-                for i, buffer in buffers.items()
-            ]
+        self.shadows = [
+            Shadow(homes[i], buffer, buffer._version, buffer.clone(), i in written_ids)
+            for i, buffer in buffers.items()
+        ]
 
     def compare_buffers(self) -> None:
         """Find all buffers that the calls so far have written to."""
@@ -169,14 +158,7 @@ class ModuleFunctions:
                 entries[name] = mine
 
     def _run(self, method: str, args: tuple[Any, ...]) -> Any:
-        if self.context is None:
-            return getattr(self.module, method)(*args)
-        with self.context():
-            result = getattr(self.module, method)(*args)
-        if isinstance(result, Tensor) and result.ndim == 0 and result.is_floating_point():
-            # Sums over chunks and differences of values lose too much in half precision.
-            return result.to(torch.promote_types(result.dtype, torch.float32))
-        return result
+        return getattr(self.module, method)(*args)
 
 
 def problem_of(
@@ -189,11 +171,8 @@ def problem_of(
     call = functions.call
     has_features = functions.module.lower_features is not None
     has_outputs = functions.module.lower_outputs is not None
-    has_upper_features = functions.module.upper_features is not None
 
     def upper_loss(part: Any) -> Function:
-        if has_upper_features:
-            return lambda features, y: call("upper_loss", part, features, y=y)
         return lambda x, y: call("upper_loss", part, x=x, y=y)
 
     def lower_loss(part: Any) -> Function:
@@ -206,22 +185,11 @@ def problem_of(
     def features(part: Any) -> Part:
         return lambda x: call("lower_features", part, x=x)
 
-    def upper_features(part: Any) -> Part:
-        return lambda x: call("upper_features", part, x=x)
-
     def outputs(part: Any) -> Part:
         return lambda y: call("lower_outputs", part, y=y)
 
     def constraints(part: Any) -> Function:
         return lambda x, y: torch.stack(call("constraints", part, x=x, y=y))
-
-    def slope(method: str, part: Any) -> Function:
-        def flat(features: Any, y: Tensor) -> Tensor:
-            with torch.no_grad():
-                gradients = call(method, part, features, y=y)
-            return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(y.dtype)
-
-        return flat
 
     upper = as_chunks(batch["upper"])
     lower = as_chunks(batch["lower"])
@@ -234,28 +202,10 @@ def problem_of(
         lower_set,
         features=[features(part) for part in lower.batches] if has_features else None,
         outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
-        upper_features=[upper_features(part) for part in upper.batches]
-        if has_upper_features
-        else None,
     )
     if getattr(functions.module, "constraints", None) is not None:
         problem.residual_terms = [
             weighted(constraints(part), share)
             for part, share in zip(upper.batches, upper.shares, strict=True)
         ]
-    if has_upper_features and functions.module.upper_gradient is not None:
-        problem.upper_terms = [
-            replace(term, slope=weighted(slope("upper_gradient", part), share))
-            for term, part, share in zip(
-                problem.upper_terms, upper.batches, upper.shares, strict=True
-            )
-        ]
-    if has_features and functions.module.lower_gradient is not None:
-        problem.lower_terms = [
-            replace(term, slope=weighted(slope("lower_gradient", part), share))
-            for term, part, share in zip(
-                problem.lower_terms, lower.batches, lower.shares, strict=True
-            )
-        ]
-        problem.inner_terms = problem.lower_terms
     return problem

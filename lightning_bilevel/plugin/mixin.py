@@ -25,10 +25,10 @@ from lightning_bilevel.plugin.checks import (
     check_trainer,
 )
 from lightning_bilevel.plugin.loggers import is_logged, publish_step
+from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import check_same_point
-from lightning_bilevel.plugin.random_numbers import restore_generators
 from lightning_bilevel.plugin.run import RESTORED, Run
-from lightning_bilevel.plugin.streaming import Stream, has_changing_batches
+from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
@@ -51,13 +51,9 @@ class BilevelMixin(CertifiedPoints):
     - or ``lower_outputs(batch)``: the part of g that depends on y alone. It is not evaluated again
       when the same y returns, also at another x. Then g is ``lower_loss(batch, outputs)``, which
       must use no lower-level parameter;
-    - optionally ``upper_features(batch)``: the part of f that depends on x alone. Then f is
-      ``upper_loss(batch, features)``, which must use no upper-level parameter;
-    - optionally ``upper_gradient(batch, features)`` and ``lower_gradient(batch, features)``: the
-      gradients of f and g in the lower-level parameters in closed form, one tensor per parameter.
-      Where the lower level belongs to the batch they take the place of autograd in the inner steps;
-    - optionally ``upper_indices(batch)``: the numbers of the upper-level variables that a lower
-      batch touches, such as those of its samples. On mini-batches only these then move;
+    - optionally ``batch_gradients(step, lower, upper)``: adds the gradients of a mini-batch whose
+      lower level is solved anew on each batch, and returns its
+      :class:`~lightning_bilevel.stochastic.step.Numbers`. Then x alone has an optimiser;
     - optionally ``constraints(batch)``: a list of scalars that are to be at most 0, beside the
       lower level, given the batch of the upper level. IVSP takes them. Each is a mean over the
       samples of the batch, as a loss is, or does not depend on them.
@@ -66,10 +62,11 @@ class BilevelMixin(CertifiedPoints):
     (:class:`~lightning_bilevel.core.chunks.Chunks`). One batch is one outer iteration. As long as
     the batch has the same values, known values at the current point are reused.
 
-    A solver that is ``stochastic`` runs on mini-batches, unless the data come from a
-    :class:`~lightning_bilevel.data.fullbatch.FullBatchDataModule`: loaders of any kind and length,
-    dropout, augmentation, batch normalisation, ``precision="bf16-mixed"``, and over several
-    processes the usual distributed samplers. All other solvers need the same data in each step.
+    What ``configure_optimizers`` returns makes the mode. A bilevel solver, the default, needs the
+    same data in each step. Two torch optimisers, one per level, run on mini-batches by a method of
+    :mod:`lightning_bilevel.stochastic`: loaders of any kind and length, dropout, augmentation,
+    batch normalisation, ``precision="bf16-mixed"``, and over several processes the usual
+    distributed samplers.
 
     Example:
         >>> class Shift(IVSPMixin, LightningModule):
@@ -95,27 +92,23 @@ class BilevelMixin(CertifiedPoints):
             )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
-        """Do one outer iteration."""
+        """Do one outer iteration, or one step on a mini-batch."""
+        if self.mini_batches is not None:
+            self.last_step = self.mini_batches.training_step(self, batch, batch_idx)
+            return
         trainer: Any = self._module().trainer
         # Lightning counts only steps through its own wrapper of the optimizer.
         optimizer: Any = self._module().optimizers()
-        if not self._run.examined:
+        if self.last_step is None:
             check_optimizer(self._module(), optimizer)
-        stream = self._stream(trainer)
-        info: StepInfo
-        if stream is None:
-            loader = trainer.train_dataloader
-            current = self._run.batches.next_problem(
-                type(self).__name__, self._run.solver, batch, self._make_problem, loader
-            )
-            info = optimizer.step(problem=current.problem)
-            self._update_buffers(current)
-        else:
-            info = stream.step(optimizer, batch)
+        run = self._run
+        current = run.batches.next_problem(
+            type(self).__name__, run.solver, batch, self._make_problem, trainer.train_dataloader
+        )
+        info: StepInfo = optimizer.step(problem=current.problem)
+        self._update_buffers(current)
         self.last_step = info
-        self._run.has_moved()
-        if self._run.schedule is not None:
-            self._run.schedule.after("step", info.iteration, trainer.callback_metrics)
+        run.has_moved()
         if is_logged(trainer, info.iteration):
             check_same_point(trainer, self._declared().parameters, info.iteration)
         publish_step(trainer, info)
@@ -125,26 +118,22 @@ class BilevelMixin(CertifiedPoints):
         trainer: Any = self._module()._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             check_automatic(self._module(), trainer)
-        return super().configure_callbacks()  # type: ignore[misc]
-
-    def on_validation_start(self) -> None:
-        """Share running statistics between the processes of a run on mini-batches."""
-        if self._run.stream is not None:
-            self._run.stream.share_buffers()
-        super().on_validation_start()  # type: ignore[misc]
+        given = super().configure_callbacks()  # type: ignore[misc]
+        if self._mini_batches is None or trainer is None or trainer.state.fn == TrainerFn.FITTING:
+            self._mini_batches = MiniBatches()
+        return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
 
     def on_fit_end(self) -> None:
-        """Find out what a run of no steps is on, to certify it, and warn of a sample."""
-        trainer: Any = self._module().trainer
-        if trainer.train_dataloader is not None:
-            self._stream(trainer)
+        """Warn of a run that ends on a sample."""
         if self.last_step is not None:
-            warn_of_sample(trainer.train_dataloader)
+            warn_of_sample(self._module().trainer.train_dataloader)
         super().on_fit_end()  # type: ignore[misc]
 
     def on_train_epoch_end(self) -> None:
         """Refuse an epoch without iterations, and parameters that were frozen in its course."""
-        trainer: Any = self._module().trainer
+        if self.mini_batches is not None:
+            super().on_train_epoch_end()  # type: ignore[misc]
+            return
         if self._run.solver.progress.iterations == 0:
             raise MisconfigurationException(
                 f"`{type(self).__name__}` made no outer iteration in a whole epoch: its loaders "
@@ -156,49 +145,42 @@ class BilevelMixin(CertifiedPoints):
                 f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
                 "run, whose vectors x and y have a fixed length: do it before `Trainer.fit`."
             )
-        if self._run.schedule is not None:
-            count = trainer.current_epoch + 1
-            self._run.schedule.after("epoch", count, trainer.callback_metrics)
-        if self._run.stream is not None:
-            self._run.stream.share_buffers()
         self._run.stamp = self._declared().norms()
         super().on_train_epoch_end()  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
-        """Make the solver, and its scheduler if one is declared."""
+        """Make the solver, or the torch optimisers of a run on mini-batches."""
         declared = self._declared()
         module = self._module()
-        may_stream = self._run.solver.takes_mini_batches
-        check_precision(module.trainer, self._run.solver, mini_batches=may_stream)
+        if declared.method is not None or any(declared.optimizers):
+            declared.resolve()
+            return default_optimizers(declared)
+        check_precision(module.trainer, self._run.solver)
         check_trainer(module.trainer)
         declared.resolve()
         check_all_declared(module, declared)
         solver = declared.new_solver()
-        record, self._resumed = self._resumed, {}
-        run = self._run = Run(solver, Certifier(_start_of(record)), resumed=record.get("stream"))
-        if run.resumed is not None:
-            # Before the loaders start, because they draw the order of the samples.
-            restore_generators(run.resumed["generators"])
+        self._run = Run(solver, Certifier(self._saved_start))
+        self._saved_start = None
         self.last_step = None
         if module._compiler_ctx is not None:
             # Lightning compiles the training step of a compiled module. Here that is the solver,
             # whose decisions would take minutes to trace. `forward` stays compiled.
             vars(module).pop("training_step", None)
-        if declared.scheduler is None:
-            return solver
-        run.schedule = declared.scheduler.attached_to(solver)
-        return {"optimizer": solver, "lr_scheduler": run.schedule.config()}
+        return solver
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which solver and which problem it belongs to."""
+        if self.mini_batches is not None:
+            checkpoint[KEY] = {"mini_batches": True}
+            super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+            return
         run = self._run
         record = record_of(run.solver)
         if run.certifier.start is not None:
             record["start"] = asdict(run.certifier.start)
         if run.last is not None:
             record["last"] = run.last
-        if run.stream is not None:
-            record["stream"] = run.stream.state()
         checkpoint[KEY] = record
         leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
@@ -212,6 +194,12 @@ class BilevelMixin(CertifiedPoints):
         module = self._module()
         trainer = module._trainer
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        by_torch = MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
+        if by_torch or checkpoint.get(KEY, {}).get("mini_batches"):
+            if trainer is not None and trainer.precision == "64-true":
+                module.double()
+            super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+            return
         declared.resolve()
         solver = declared.new_solver()
         if trainer is not None:
@@ -222,7 +210,7 @@ class BilevelMixin(CertifiedPoints):
         last = record.get("last")
         if resumes:
             # The run is made later, when it starts, and takes this over.
-            self._resumed = record
+            self._saved_start = _start_of(record)
             checkpoint["state_dict"] |= last or {}
         else:
             self._run.certifier.start = _start_of(record)
@@ -233,16 +221,8 @@ class BilevelMixin(CertifiedPoints):
                 self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
-    def _stream(self, trainer: Any) -> Stream | None:
-        """Return what a run on mini-batches keeps; None for a run on all data."""
-        run = self._run
-        if not run.examined:
-            run.examined = True
-            if run.solver.takes_mini_batches and has_changing_batches(trainer):
-                run.stream = Stream(self._module(), self._declared(), trainer, run.resumed)
-            else:
-                check_precision(trainer, run.solver, mini_batches=False)
-        return run.stream
+    def _has_own_optimizers(self) -> bool:
+        return type(self).configure_optimizers is not BilevelMixin.configure_optimizers
 
     def _update_buffers(self, current: BatchProblem) -> None:
         """Update the buffers that evaluations write to at the accepted point."""
@@ -263,8 +243,7 @@ class BilevelMixin(CertifiedPoints):
             extra = [] if split is None else [split(part)]
             total += float(self.lower_loss(part, *extra).detach())
         for part in as_chunks(batch["upper"]).batches:
-            extra = [] if self.upper_features is None else [self.upper_features(part)]
-            total += float(self.upper_loss(part, *extra).detach())
+            total += float(self.upper_loss(part).detach())
         return total
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_bilevel.plugin.batches import Batches
 from lightning_bilevel.plugin.buffers import WrittenBuffers
 from lightning_bilevel.plugin.certifier import Certifier
-from lightning_bilevel.plugin.schedulers import Schedule
-from lightning_bilevel.plugin.streaming import Stream
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["RESTORED", "Run"]
@@ -32,10 +30,6 @@ class Run:
         buffers: The buffers that evaluations write to.
         last: The weights that the run goes on from, if :meth:`BilevelMixin.restore` has written
             earlier ones into the module.
-        schedule: The scheduler of the solver's rates, if one is declared.
-        resumed: What the mini-batch run that this one goes on from has saved.
-        stream: What a run on mini-batches keeps; None for a run on all data.
-        examined: Whether the first batch has shown which of both it is.
         shown: Which point the module shows, in words, if it is not the last iterate.
         stamp: The norms of the parameters when the last epoch ended. Others afterwards tell that
             somebody else has written to them, as callbacks that average weights do.
@@ -46,10 +40,6 @@ class Run:
     batches: Batches = field(default_factory=Batches)
     buffers: WrittenBuffers = field(default_factory=WrittenBuffers)
     last: dict[str, Any] | None = None
-    schedule: Schedule | None = None
-    resumed: dict[str, Any] | None = None
-    stream: Stream | None = None
-    examined: bool = False
     shown: str = ""
     stamp: Tensor | None = None
 
@@ -78,7 +68,5 @@ class Run:
             "certifier": replace(self.certifier, last=None),
             "batches": Batches(),
             "buffers": WrittenBuffers(),
-            "schedule": None,
             "stamp": None,
-            "stream": None,
         }

@@ -19,6 +19,4 @@ from lightning_bilevel.solvers.record import StepInfo as StepInfo
 from lightning_bilevel.solvers.record import StreamInfo as StreamInfo
 from lightning_bilevel.solvers.slm import SLM as SLM
 from lightning_bilevel.solvers.soba import SOBA as SOBA
-from lightning_bilevel.solvers.streaming_ivsp import StreamingIVSP as StreamingIVSP
-from lightning_bilevel.solvers.table_rms import TableRMS as TableRMS
 from lightning_bilevel.solvers.vpbgd import VPBGD as VPBGD

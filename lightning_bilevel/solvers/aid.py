@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.batch_iteration import BatchIteration
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import (
     Ways,
     adjoint_matrix,
@@ -23,14 +22,13 @@ from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.steps import plain
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["AID"]
 
 LinearSolver = Literal["cg", "neumann", "fixed_point"]
 
 
-class AID(BatchIteration):
+class AID(BilevelOptimizer):
     r"""Approximate implicit differentiation: gradient steps on :math:`F(x) = f(x, y^*(x))`.
 
     Where g(x, .) has one minimiser :math:`y^*(x)` and curvature around it, the gradient of F is
@@ -63,14 +61,6 @@ class AID(BatchIteration):
     the record is f at :math:`(x^k, y^{k+1})`, lower is g at :math:`x^k` and the y before its last
     step.
 
-    On mini-batches (a problem with ``mini_batch=True``) an iteration takes T + N + 1 of them, each
-    for one thing, as in stocBiO: T batches for a step of y each, N batches for a product of the
-    linear solver each, the first of which also has the gradients of f, and one for the mixed
-    product and the step of x. As the batches are independent, v is on average the sum above with
-    all data, which products on a single batch would not give. A step costs 1, 2 or 3 passes; its
-    record is a :class:`~lightning_bilevel.solvers.record.StreamInfo`, with the values that the
-    batch has. Conjugate gradients do not run on mini-batches: they need products with one matrix.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -86,11 +76,6 @@ class AID(BatchIteration):
         tolerance: Conjugate gradients stop at this residual, relative to the right-hand side.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The tolerance is that of the package hypertorch; the other defaults are generic.
@@ -112,9 +97,6 @@ class AID(BatchIteration):
         its step of x are not part of this class.
     """
 
-    needs_all_data = "with conjugate gradients needs products with one matrix"
-    for_mini_batches = 'AID(linear_solver="neumann")'
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -129,12 +111,8 @@ class AID(BatchIteration):
         damping: float = 0.0,
         tolerance: float = 1e-10,
         products: Ways = "autograd",
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="alpha",
             schedules=("alpha", "beta"),
@@ -147,14 +125,9 @@ class AID(BatchIteration):
                 "products": get_args(Ways),
             },
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
-
-    @property
-    def takes_mini_batches(self) -> bool:
-        """Conjugate gradients need products with one matrix."""
-        return bool(self.constants["linear_solver"] != "cg")
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -164,9 +137,7 @@ class AID(BatchIteration):
         alpha = value_at(c["alpha"], k)
         beta = value_at(c["beta"], k)
         here = problem.at(x)
-        descent = descend_to(
-            here, y, beta, c["T"], 1, problem.lower_set, rule=self.rule("lower", plain)
-        )
+        descent = descend_to(here, y, beta, c["T"], 1, problem.lower_set)
         y_new = descent.y
         f = problem.upper(x, y_new)
         face = face_at(problem.lower_set, descent.before[-1])
@@ -183,7 +154,7 @@ class AID(BatchIteration):
         self._warn(solved)
         _, xy = products(here, y_new, solved.v, c["products"])
         d_x = f.grad_x - xy
-        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
+        x_new = plain(x, d_x, alpha, problem.upper_set)
         if self._keeps_v:
             self.memory["v"] = solved.v
         info = AdjointInfo(
@@ -194,58 +165,6 @@ class AID(BatchIteration):
             indefinite=solved.curvature is not None,
         )
         return x_new, y_new, info
-
-    def advance_on_batch(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, AdjointInfo]:
-        c = self.constants
-        memory = self.memory
-        # How many iterations there were, and how many batches of this one.
-        k = memory.setdefault("rounds", 0)
-        batch = memory.setdefault("stage", 0)
-        alpha = value_at(c["alpha"], k)
-        beta = value_at(c["beta"], k)
-        here = problem.at(x)
-        upper = lower = math.nan
-        indefinite = False
-        # The products so far; negative while y steps.
-        done = batch - c["T"]
-        memory["stage"] = batch + 1
-        if done < 0:
-            lower, slope = here.value_and_gradient(y)
-            memory["before"] = y - beta * slope
-            y = self.rule("lower")(y, slope, beta, problem.lower_set)
-        else:
-            face = face_at(problem.lower_set, memory["before"])
-            if done == 0:
-                f = problem.upper(x, y)
-                upper = f.value
-                right = face.tangent(f.grad_y)
-                memory.update(f_x=f.grad_x, right=right, v=self._first_v(face, right, beta))
-            v = memory["v"]
-            if done < c["N"]:
-                matrix = adjoint_matrix(here, y, face, beta, c["damping"], c["products"])
-                accuracy = resolution(c["products"], y.dtype)
-                solved = fixed_point(matrix, memory["right"], v, 1, c["eta"] or beta, accuracy)
-                self._warn(solved)
-                indefinite = solved.curvature is not None
-                memory["v"] = solved.v
-            else:
-                _, xy = products(here, y, v, c["products"])
-                d_x = memory["f_x"] - xy
-                step_x = self.rule("upper", touched=problem.touched)
-                x = step_x(x, d_x, alpha, problem.upper_set)
-                for name in ("before", "f_x", "right", *(() if self._keeps_v else ("v",))):
-                    del memory[name]
-                memory.update(rounds=k + 1, stage=0)
-        info = AdjointInfo(
-            upper=upper,
-            lower=lower,
-            inner_iterations=int(done < 0),
-            lr=alpha,
-            indefinite=indefinite,
-        )
-        return x, y, info
 
     @property
     def _keeps_v(self) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from lightning_bilevel.solvers.schedule import Power, is_number, value_at
-from lightning_bilevel.solvers.streaming import Variable
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
 __all__ = ["arguments_of", "checked_arguments", "constants_of"]
 
@@ -17,11 +15,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "positive": (lambda v: is_number(v) and v > 0, "positive and finite"),
     "nonnegative": (lambda v: is_number(v) and v >= 0, "nonnegative and finite"),
     "whole": (lambda v: is_number(v) and v == int(v) >= 1, "a positive whole number"),
-    "count": (lambda v: is_number(v) and v == int(v) >= 0, "a whole number of at least 0"),
 }
-# Arguments that many solvers have: bounds of directions, and when x moves on mini-batches.
-_CLIPS = ("upper_clip", "lower_clip")
-_SHARED = {"positive": _CLIPS, "nonnegative": (), "whole": ("x_every",), "count": ("warmup",)}
 
 
 def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,24 +23,18 @@ def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scope.items() if name not in _OTHERS}
 
 
-def constants_of(
-    scope: Mapping[str, Any], *, lr: str, **rules: Any
-) -> tuple[dict[str, Any], dict[Variable, OptimizerCallable | None]]:
-    """Check the arguments of a constructor; return the constants and the torch optimisers.
+def constants_of(scope: Mapping[str, Any], *, lr: str, **rules: Any) -> dict[str, Any]:
+    """Check the arguments of a constructor; return the constants.
 
     Args:
         scope: The ``locals()`` of the constructor, before it sets others.
         lr: The argument that is the step of x, which loggers show as ``lr``.
         rules: Those of :func:`checked_arguments`.
     """
-    given = arguments_of(scope)
-    optimizers: dict[Variable, OptimizerCallable | None] = {
-        variable: given.pop(f"{variable}_optimizer", None) for variable in get_args(Variable)
-    }
-    constants = checked_arguments(type(scope["self"]).__name__, given, **rules)
+    constants = checked_arguments(type(scope["self"]).__name__, arguments_of(scope), **rules)
     step = constants[lr]
     rate = value_at(step, 0) if isinstance(step, tuple) else step
-    return {"lr": rate, **constants}, optimizers
+    return {"lr": rate, **constants}
 
 
 def checked_arguments(
@@ -98,14 +86,14 @@ def checked_arguments(
         valid = is_number(initial) and initial > 0 and is_number(power)
         require(name, valid, "positive and finite, a `Power`, or the pair (initial, power)")
         result[name] = (float(initial), float(power))
-    named = {"positive": positive, "nonnegative": nonnegative, "whole": whole, "count": ()}
+    named = {"positive": positive, "nonnegative": nonnegative, "whole": whole}
     for kind, (holds, words) in _KINDS.items():
-        for name in (*named[kind], *(name for name in _SHARED[kind] if name in given)):
-            may_be_none = name in optional or name in _CLIPS
+        for name in named[kind]:
+            may_be_none = name in optional
             if may_be_none and given[name] is None:
                 continue
             require(name, holds(given[name]), f"{words}, or None" if may_be_none else words)
-            if kind in ("whole", "count"):
+            if kind == "whole":
                 result[name] = int(given[name])
     for name, values in (choices or {}).items():
         require(name, given[name] in values, " or ".join(repr(v) for v in values))

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,15 +18,10 @@ from torch import Tensor
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.episodic import Weights, stream_episode
-from lightning_bilevel.solvers.level_steps import LevelSteps, torch_rules
-from lightning_bilevel.solvers.level_vectors import check_levels
+from lightning_bilevel.solvers.level_vectors import LevelVectors, check_levels
 from lightning_bilevel.solvers.proved import ProvedPoint
-from lightning_bilevel.solvers.record import Progress, StepInfo, StreamInfo
-from lightning_bilevel.solvers.streaming import Directions, Streamed, Variable, stream
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.record import Progress, StepInfo
 
 __all__ = ["BilevelOptimizer", "SolverCallable"]
 
@@ -35,7 +29,7 @@ __all__ = ["BilevelOptimizer", "SolverCallable"]
 _NOT_CONSTANT = ("params", "level", "name", "unit", "initial_lr")
 
 
-class BilevelOptimizer(LevelSteps, ABC):
+class BilevelOptimizer(LevelVectors, ABC):
     """The base class of the bilevel methods.
 
     Hyper-parameters are in ``param_groups``, the state of the run is in ``state``, and the iterate
@@ -48,23 +42,10 @@ class BilevelOptimizer(LevelSteps, ABC):
             unit * u, which makes the steps of that level unit**2 times as long.
         defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that
             checkpoints load with ``weights_only``.
-        optimizers: What makes the torch optimiser of ``"upper"``, ``"lower"`` and ``"inner"``; None
-            or a missing one is the paper's step, and for ``"inner"`` a twin of the lower one.
     """
 
     # Whether the method penalises further residuals too, and takes a problem with a single level.
     penalised: ClassVar[bool] = False
-    # Whether it may run on mini-batches: it compares no values of different batches. It then
-    # implements `directions`, or is a `BatchIteration`.
-    stochastic: ClassVar[bool] = False
-    # Why a method that is not stochastic needs all data, for a message.
-    needs_all_data: ClassVar[str] = "compares values of f and g, which must be of the same data"
-    # What a message recommends for mini-batches in place of a method that is not stochastic.
-    for_mini_batches: ClassVar[str] = "StreamingIVSP"
-    # Whether `directions` needs the distance of y and z.
-    measures_distance: ClassVar[bool] = False
-    # So many mini-batches in a row may be not finite before the run ends.
-    patience: ClassVar[int] = 10
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,19 +53,8 @@ class BilevelOptimizer(LevelSteps, ABC):
         # with `weights_only`, torch's default, needs the class to be registered.
         torch.serialization.add_safe_globals([cls])
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        defaults: dict[str, Any],
-        optimizers: Mapping[Variable, OptimizerCallable | None] | None = None,
-    ) -> None:
-        self._rules = torch_rules(type(self).__name__, optimizers or {})
+    def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
-        for group in self.param_groups:
-            rule = self._rules.get(group["level"])
-            if rule is not None:
-                group["lr"] = rule.lr
-                group["initial_lr"] = rule.lr
         self._forget()
         self.memory.update(
             iteration=0, inner_iterations=0, passes=0, values=0, optimization_time=0.0
@@ -118,21 +88,6 @@ class BilevelOptimizer(LevelSteps, ABC):
         }
 
     @property
-    def takes_mini_batches(self) -> bool:
-        """Whether the method may run on mini-batches with the constants that it has."""
-        return self.stochastic
-
-    @property
-    def takes_differences(self) -> bool:
-        """Whether it subtracts gradients at close points, which half precision does not resolve."""
-        return False
-
-    @property
-    def samples_upper_at_z(self) -> bool:
-        """Whether :meth:`directions` needs f at the inner variable z too."""
-        return False
-
-    @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope of the method's own relaxation, if any, in the user's y."""
         return None
@@ -156,43 +111,6 @@ class BilevelOptimizer(LevelSteps, ABC):
     def unproved(self) -> str:
         """Why :attr:`proved` is None, in words."""
         return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        """Say where the variables go in a step on a mini-batch.
-
-        Args:
-            sample: f and g on the mini-batch, at x, y and z.
-            x: The upper-level variables.
-            y: The lower-level variables.
-            z: The inner variable, which starts at y.
-        """
-        raise NotImplementedError(f"`{type(self).__name__}` has no step on a mini-batch.")
-
-    def on_batch(self, problem: BilevelProblem, x: Tensor, y: Tensor, seconds: float) -> Streamed:
-        """Do one step on a mini-batch.
-
-        Args:
-            problem: f and g on the mini-batch.
-            x: A copy of the upper-level variables, which may be changed in place.
-            y: That of the lower-level variables, likewise.
-            seconds: A time that this process has measured.
-        """
-        return stream(self, problem, x, y, seconds)
-
-    def weights(self) -> Weights:
-        """Say what the method goes down on a mini-batch whose lower level belongs to it."""
-        raise BilevelError(
-            f"the lower level belongs to the mini-batch (`adaptation`), and "
-            f"{type(self).__name__} has no step for that. Use F2SA, VPBGD, MEHA or StreamingIVSP."
-        )
-
-    def observe(self, gap: float, distance: float) -> None:
-        """Take note of the gap g(x, y) - g(x, z) after a step on such a mini-batch.
-
-        Args:
-            gap: The gap on the batch.
-            distance: The squared distance of y and z.
-        """
 
     @abstractmethod
     def advance(
@@ -239,14 +157,12 @@ class BilevelOptimizer(LevelSteps, ABC):
         if problem.beyond and not self.penalised:
             name = type(self).__name__
             raise BilevelError(f"{problem.beyond}, and {name} sees f and g alone: use IVSP.")
-        if problem.mini_batch:
-            return self._step_on_batch(problem)
         began = time.perf_counter()
         calls = problem.calls
         memory = self.memory
         scaled = self._in_units(problem)
         try:
-            with self._undone_by_a_fault("outer iteration"):
+            with self._undone_by_a_fault():
                 x, y = self._current(scaled)
                 factor = self.prepare(scaled, x, y)
                 if factor != 1.0:
@@ -271,7 +187,8 @@ class BilevelOptimizer(LevelSteps, ABC):
             problem.calls = scaled.calls
         self._write(scaled, new_x, new_y)
         if info.lr is not None:
-            info = self._with_rates(info, info.lr, info.lr)
+            for group in self.param_groups:
+                group["lr"] = info.lr
         memory["iteration"] += 1
         memory["inner_iterations"] += info.inner_iterations
         self._count(problem, problem.calls - calls)
@@ -286,7 +203,7 @@ class BilevelOptimizer(LevelSteps, ABC):
         )
 
     @contextmanager
-    def _undone_by_a_fault(self, unit: str) -> Iterator[None]:
+    def _undone_by_a_fault(self) -> Iterator[None]:
         """On an error, leave memory and parameter groups as they were; name the iteration in it.
 
         Both go together: what the memory keeps is in the units and of the constants in the groups.
@@ -303,7 +220,7 @@ class BilevelOptimizer(LevelSteps, ABC):
                 now.update(before)
             if not isinstance(error, BilevelError):
                 raise
-            where = f"{type(self).__name__} stopped in {unit} {memory['iteration'] + 1}"
+            where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
             raise type(error)(f"{where}: {error}") from error
 
     def _count(self, problem: BilevelProblem, spent: Calls) -> None:
@@ -329,88 +246,9 @@ class BilevelOptimizer(LevelSteps, ABC):
             )
         super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        # The tensors are the given ones, and steps on mini-batches change them in place.
-        for name, value in self.memory.items():
-            if isinstance(value, Tensor):
-                self.memory[name] = value.clone()
-        # torch would bring all numbers of an optimiser to the dtype of the parameters.
-        given: dict[str, Any] = next(iter(state_dict["state"].values()), {})
-        for variable in get_args(Variable):
-            key = f"{variable}_optimizer"
-            if key in given:
-                self.memory[key] = self._state_of(cast(Variable, variable), given[key])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rules": self._rules}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
-
-    def _forget(self) -> None:
-        super()._forget()
-        # The seconds of the last step on a mini-batch, if the processes have not shared them yet.
-        self._seconds = 0.0
-
-    def _step_on_batch(self, problem: BilevelProblem) -> StreamInfo:
-        self._check_streaming()
-        began = time.perf_counter()
-        calls = problem.calls
-        memory = self.memory
-        with self._undone_by_a_fault("step"):
-            x, y = self._copies(problem)
-            if problem.adaptation is None:
-                streamed = self.on_batch(problem, x, y, self._seconds)
-            else:
-                self._check_episodic()
-                streamed = stream_episode(self, problem, problem.adaptation, x, y, self._seconds)
-            new_x, new_y, info, rates, shared = streamed
-        if rates is not None:
-            self._write_batch(new_x, new_y)
-            info = self._with_rates(info, *rates)
-        memory["iteration"] += 1
-        memory["inner_iterations"] += info.inner_iterations
-        memory["passes"] += (problem.calls - calls).passes
-        seconds = time.perf_counter() - began
-        if problem.reduce is None:
-            memory["optimization_time"] += seconds
-        else:
-            # Processes agree on the time. That of a step is shared along with the next batch.
-            memory["optimization_time"] += shared
-            self._seconds = seconds
-        return replace(
-            info,
-            iteration=memory["iteration"],
-            calls=problem.calls - calls,
-            passes=memory["passes"],
-            optimization_time=memory["optimization_time"],
-        )
-
-    def _check_streaming(self) -> None:
-        name = type(self).__name__
-        if not self.takes_mini_batches:
-            raise BilevelError(
-                f"`{name}.step()` was given a mini-batch: {name} {self.needs_all_data}. Give it "
-                f"all data in each step, or use `{self.for_mini_batches}`, which may see another "
-                "batch in each step."
-            )
-        if self._units != [1.0, 1.0]:
-            raise ValueError(
-                f"`{name}.step()` was given a mini-batch, and its levels have the units "
-                f"{self._units}: on mini-batches a level's `lr` takes the place of its unit. Leave "
-                "the units at 1."
-            )
-
-    def _check_episodic(self) -> None:
-        if "lower" in self._rules or self._bound("lower") is not None:
-            name = "lower_optimizer" if "lower" in self._rules else "lower_clip"
-            raise ValueError(
-                f"`{type(self).__name__}({name}=...)` has nothing to step: the lower level belongs "
-                "to the mini-batch, on which `Adaptation(steps=..., lr=...)` solves it. Leave "
-                f"`{name}` out."
-            )
 
 
 def _passes(problem: BilevelProblem, calls: Calls) -> float:

@@ -12,8 +12,7 @@ from lightning_bilevel.core.vectors import dot
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import descend
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import descend, plain
 
 __all__ = ["BOME"]
 
@@ -47,9 +46,6 @@ class BOME(BilevelOptimizer):
     residual. Cost of an iteration: T + 3 passes. Upper and lower of the record are f and g at
     :math:`(x^k, y^k)`, the multiplier is :math:`\lambda_k`, which is not carried over.
 
-    It does not run on mini-batches: the multiplier is a quotient of products of gradients, whose
-    mean over batches is another number. :class:`~lightning_bilevel.solvers.f2sa.F2SA` does.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -59,13 +55,6 @@ class BOME(BilevelOptimizer):
         T: The inner steps.
         barrier: ``"gradient"`` is :math:`\phi_k = \eta \|\nabla q\|^2`, ``"value"`` is
             :math:`\phi_k = \eta q`.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of :math:`\theta`; None takes one as y has. It starts anew in
-            each iteration, as :math:`\theta` does.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and :math:`\theta`.
 
     The defaults are generic.
 
@@ -78,8 +67,6 @@ class BOME(BilevelOptimizer):
         The paper that this library follows does not say which of them its settings are for.
     """
 
-    for_mini_batches = "F2SA"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -89,28 +76,22 @@ class BOME(BilevelOptimizer):
         eta: float = 0.5,
         T: int = 10,
         barrier: Barrier = "gradient",
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="xi",
             positive=("xi", "alpha", "eta"),
             whole=("T",),
             choices={"barrier": get_args(Barrier)},
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, MultiplierInfo]:
         c = self.constants
         here = problem.at(x)
-        start = self.restarted(y)
-        theta = descend(here, start, c["alpha"], c["T"], problem.lower_set, self.rule("inner"))
+        theta = descend(here, y, c["alpha"], c["T"], problem.lower_set)
         f = problem.upper(x, y)
         q = here.gap(y, theta)
         square = dot(q.grad_x, q.grad_x) + dot(q.grad_y, q.grad_y)
@@ -118,8 +99,8 @@ class BOME(BilevelOptimizer):
         phi = c["eta"] * (square if c["barrier"] == "gradient" else q.value_y - q.value_z)
         # lambda = max((phi - <grad f, grad q>) / (|grad q|^2 + 1e-8), 0)
         weight = max((phi - product) / (square + _GUARD), 0.0)
-        x_new = self.rule("upper")(x, f.grad_x + weight * q.grad_x, c["xi"], problem.upper_set)
-        y_new = self.rule("lower")(y, f.grad_y + weight * q.grad_y, c["xi"], problem.lower_set)
+        x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], problem.upper_set)
+        y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], problem.lower_set)
         info = MultiplierInfo(
             upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight
         )

@@ -13,10 +13,10 @@ from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.batch_iteration import BatchIteration
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["DARTS"]
 
@@ -24,7 +24,7 @@ __all__ = ["DARTS"]
 _LENGTH = 0.01
 
 
-class DARTS(BatchIteration):
+class DARTS(BilevelOptimizer):
     r"""Differentiable architecture search: f is differentiated through one step on g.
 
     .. math::
@@ -44,11 +44,6 @@ class DARTS(BatchIteration):
     x. It is a cheap reference. Cost of an iteration: 5 passes, and 2 for the first-order form.
     Upper of the record is f at :math:`(x^k, y')`, lower is g at :math:`(x^{k+1}, y^k)`.
 
-    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them, as
-    in the published code: f on the upper batch, and g on the lower batch at all its points, with
-    the same random numbers. The record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -56,11 +51,6 @@ class DARTS(BatchIteration):
         beta: :math:`\beta_k`, the step of y.
         xi: :math:`\xi`, the step that is differentiated; the paper takes that of y. 0 is the
             first-order form, which is refused if f does not depend on x: x would never move.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -81,20 +71,11 @@ class DARTS(BatchIteration):
         alpha: float | Power = 0.01,
         beta: float | Power = 0.01,
         xi: float = 0.01,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(), lr="alpha", schedules=("alpha", "beta"), nonnegative=("xi",)
         )
-        super().__init__(params, *checked)
-
-    @property
-    def takes_differences(self) -> bool:
-        """The first-order form has none."""
-        return bool(self.constants["xi"] > 0.0)
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -118,10 +99,10 @@ class DARTS(BatchIteration):
             f = problem.upper(x, problem.lower_set.project(ahead))
             p = face_at(problem.lower_set, ahead).differential(f.grad_y)
             d_x = f.grad_x - c["xi"] * _mixed(here, y, p)
-        x_new = self.rule("upper", touched=problem.touched)(x, d_x, alpha, problem.upper_set)
+        x_new = plain(x, d_x, alpha, problem.upper_set)
         # y moves at the new x.
         lower, slope = problem.at(x_new).value_and_gradient(y)
-        y_new = self.rule("lower")(y, slope, beta, problem.lower_set)
+        y_new = plain(y, slope, beta, problem.lower_set)
         info = StepInfo(upper=f.value, lower=lower, inner_iterations=1, lr=alpha)
         return x_new, y_new, info
 

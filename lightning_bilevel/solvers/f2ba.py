@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import slope_of_psi
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.streaming import Directions, Variable
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["F2BA"]
 
@@ -27,8 +24,6 @@ Difference = Literal["forward", "central"]
 # Two followers of a strongly convex g are a distance of about sigma apart. At this many times the
 # size of y, one of them is on its way to infinity.
 _FAR = 1e3
-# How often a run on mini-batches looks for that.
-_LOOK_EVERY = 20
 
 
 class F2BA(BilevelOptimizer):
@@ -72,14 +67,6 @@ class F2BA(BilevelOptimizer):
     iteration last evaluates them. Its multiplier is the weight of the gap, :math:`1/\sigma` or
     :math:`1/(2\sigma)`.
 
-    On mini-batches (a problem with ``mini_batch=True``) x, y and z move once per batch, all from
-    the old point, by 3 passes, or 4 for the central difference; K is not used, and the record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`. y and z see the same batches and the same
-    random numbers. A centre of the proximal term moves after each batch; with beta = 1 it is where
-    its follower is, and the term is 0. The stochastic theorems want large batches and many steps of
-    the followers for one of x (``x_every``), because the noise of the difference is divided by
-    sigma.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -93,14 +80,6 @@ class F2BA(BilevelOptimizer):
         rho: :math:`\rho`, the proximal parameter of Prox-F2BA, below 1/(2 x Lipschitz constant of
             the gradient of g(x, .)); None for no proximal term.
         beta: :math:`\beta`, the share by which the centres follow, at most 1; counts with rho only.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of z; None takes one as y has.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and z.
-        x_every: On mini-batches x moves in every so many steps.
-        warmup: On mini-batches x stays for so many steps at first.
 
     The default sigma is the official code's penalty of 10, K is 10 and the steps are generic.
 
@@ -129,8 +108,6 @@ class F2BA(BilevelOptimizer):
         source has no constraints.
     """
 
-    stochastic = True
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -142,20 +119,13 @@ class F2BA(BilevelOptimizer):
         difference: Difference = "forward",
         rho: float | None = None,
         beta: float = 1.0,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
-        x_every: int = 1,
-        warmup: int = 0,
     ) -> None:
         if beta > 1:
             raise ValueError(
                 f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
                 "follows."
             )
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="eta",
             positive=("eta", "tau", "sigma", "beta", "rho"),
@@ -163,36 +133,7 @@ class F2BA(BilevelOptimizer):
             optional=("rho",),
             choices={"difference": get_args(Difference)},
         )
-        super().__init__(params, *checked)
-
-    @property
-    def samples_upper_at_z(self) -> bool:
-        """The central difference needs f at both followers."""
-        return bool(self.constants["difference"] == "central")
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        c = self.constants
-        weight = 1 / c["sigma"]
-        upper, inner = sample.upper_x, sample.inner_y
-        if sample.inner_upper is not None:
-            weight /= 2
-            f_x, f_z = sample.inner_upper
-            upper = (upper + f_x) / 2
-            inner = torch.sub(inner, f_z, alpha=c["sigma"])
-            # Looking costs a transfer from the device.
-            if (self.memory["iteration"] + 1) % _LOOK_EVERY == 0:
-                _refuse_far(z, y, c["sigma"])
-        lower = torch.add(sample.lower_y, sample.upper_y, alpha=c["sigma"])
-        if c["rho"] is not None and c["beta"] < 1:
-            inner = slope_of_psi(inner, z, self._followed("z", z), c["rho"])
-            lower = slope_of_psi(lower, y, self._followed("y", y), c["rho"])
-        return Directions(
-            upper=torch.add(upper, sample.lower_x - sample.inner_x, alpha=weight),
-            lower=lower,
-            inner=inner,
-            multiplier=weight,
-            rates=(c["eta"], c["tau"], c["tau"]),
-        )
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -210,10 +151,10 @@ class F2BA(BilevelOptimizer):
             if central:
                 z = self._backwards(problem, here, z, z_center)
             else:
-                z = self._step(problem, "inner", z, here.gradient(z), z_center)
+                z = self._step(problem, z, here.gradient(z), z_center)
             upper, f_y = problem.upper_y(x, y_new)
             slope = sigma * f_y + here.gradient(y_new)
-            y_new = self._step(problem, "lower", y_new, slope, y_center)
+            y_new = self._step(problem, y_new, slope, y_center)
         if central:
             _refuse_far(z, y_new, sigma)
         # x moves with both new followers.
@@ -223,7 +164,7 @@ class F2BA(BilevelOptimizer):
         if central:
             d_x = (d_x + problem.upper_x(x, z)) / 2
             weight /= 2
-        x_new = self.rule("upper")(x, d_x + weight * gap_x, c["eta"], problem.upper_set)
+        x_new = plain(x, d_x + weight * gap_x, c["eta"], problem.upper_set)
         self.memory["z"] = z
         if c["rho"] is not None and c["beta"] < 1:
             self.memory["z_center"] = z_center + c["beta"] * (z - z_center)
@@ -240,17 +181,9 @@ class F2BA(BilevelOptimizer):
         center: Tensor = self.memory.get(f"{name}_center", follower)
         return center
 
-    def _followed(self, name: str, follower: Tensor) -> Tensor:
-        """Return a centre on mini-batches, after it has gone after its follower's last step."""
-        center = self.memory.get(f"{name}_center", follower)
-        center = torch.lerp(center, follower, self.constants["beta"])
-        self.memory[f"{name}_center"] = center
-        return center
-
     def _step(
         self,
         problem: BilevelProblem,
-        variable: Variable,
         follower: Tensor,
         slope: Tensor,
         center: Tensor,
@@ -259,7 +192,7 @@ class F2BA(BilevelOptimizer):
         rho = self.constants["rho"]
         if rho is not None:
             slope = slope_of_psi(slope, follower, center, rho)
-        return self.rule(variable)(follower, slope, self.constants["tau"], problem.lower_set)
+        return plain(follower, slope, self.constants["tau"], problem.lower_set)
 
     def _backwards(
         self, problem: BilevelProblem, here: LowerLevel, z: Tensor, center: Tensor
@@ -271,7 +204,7 @@ class F2BA(BilevelOptimizer):
             slope = here.gradient(z) - sigma * f_y
         except NonFiniteError as error:
             raise NonFiniteError(f"{error} {_unbounded(sigma)}") from error
-        return self._step(problem, "inner", z, slope, center)
+        return self._step(problem, z, slope, center)
 
 
 def _refuse_far(z: Tensor, y: Tensor, sigma: float) -> None:

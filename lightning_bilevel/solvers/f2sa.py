@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import descend
-from lightning_bilevel.solvers.streaming import Directions
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import descend, plain
 
 __all__ = ["F2SA"]
 
@@ -45,12 +40,6 @@ class F2SA(BilevelOptimizer):
     record is f at :math:`x^k` and the y before its last step, lower is g at :math:`(x^k, y^{k+1})`:
     where the iteration last evaluates them. Its multiplier is :math:`\lambda_k`.
 
-    On mini-batches (a problem with ``mini_batch=True``) x, y and z move once per batch, all from
-    the old point, by 3 passes; T is not used, and the record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`. The direction of y is about
-    :math:`1 + \lambda_k` times as long as that of plain training: an SGD wants its rate divided by
-    it, while Adam and its like do not see the factor.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -61,14 +50,6 @@ class F2SA(BilevelOptimizer):
         T: The steps of z and y per iteration.
         multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"``
             is :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of z; None takes one as y has.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and z.
-        x_every: On mini-batches x moves in every so many steps.
-        warmup: On mini-batches x stays for so many steps at first.
 
     alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -83,8 +64,6 @@ class F2SA(BilevelOptimizer):
         proportion to 1/alpha; the constant one is nearly as plausible.
     """
 
-    stochastic = True
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -95,15 +74,8 @@ class F2SA(BilevelOptimizer):
         lambda0: float = 1.0,
         T: int = 1,
         multiplier: Growth = "growing",
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
-        x_every: int = 1,
-        warmup: int = 0,
     ) -> None:
-        constants, optimizers = constants_of(
+        constants = constants_of(
             locals(),
             lr="alpha",
             schedules=("alpha", "gamma"),
@@ -112,7 +84,7 @@ class F2SA(BilevelOptimizer):
             choices={"multiplier": get_args(Growth)},
         )
         constants["lr"] *= xi
-        super().__init__(params, constants, optimizers)
+        super().__init__(params, constants)
 
     def _weight(self) -> float:
         """Return the multiplier of this iteration, lambda_0 or lambda_0 alpha_0 / alpha_k."""
@@ -121,26 +93,6 @@ class F2SA(BilevelOptimizer):
         if c["multiplier"] == "growing":
             weight *= value_at(c["alpha"], 0) / value_at(c["alpha"], self.memory["iteration"])
         return weight
-
-    def weights(self) -> Weights:
-        c = self.constants
-        weight = self._weight()
-        rate = c["xi"] * value_at(c["alpha"], self.memory["iteration"])
-        return Weights(upper=1.0, gap=weight, rho=None, multiplier=weight, rate=rate)
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        c = self.constants
-        k = self.memory["iteration"]
-        alpha = value_at(c["alpha"], k)
-        weight = self._weight()
-        d_y = self.room("lower direction", [y])
-        return Directions(
-            upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=weight),
-            lower=torch.add(sample.upper_y, sample.lower_y, alpha=weight, out=d_y),
-            inner=sample.inner_y,
-            multiplier=weight,
-            rates=(c["xi"] * alpha, alpha, value_at(c["gamma"], k)),
-        )
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -151,17 +103,16 @@ class F2SA(BilevelOptimizer):
         alpha = value_at(c["alpha"], k)
         gamma = value_at(c["gamma"], k)
         weight = self._weight()
-        step_x, step_y, step_z = (self.rule(v) for v in ("upper", "lower", "inner"))
         y_new = y
         z = self.memory.get("z", y)
         for _ in range(c["T"]):
-            z = descend(here, z, gamma, 1, problem.lower_set, step_z)
+            z = descend(here, z, gamma, 1, problem.lower_set)
             upper, f_y = problem.upper_y(x, y_new)
-            y_new = step_y(y_new, f_y + weight * here.gradient(y_new), alpha, problem.lower_set)
+            y_new = plain(y_new, f_y + weight * here.gradient(y_new), alpha, problem.lower_set)
         # x moves with the new y and z.
         lower, gap_x = here.gap_x(y_new, z)
         d_x = problem.upper_x(x, y_new) + weight * gap_x
-        x_new = step_x(x, d_x, c["xi"] * alpha, problem.upper_set)
+        x_new = plain(x, d_x, c["xi"] * alpha, problem.upper_set)
         self.memory["z"] = z
         info = MultiplierInfo(
             upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight

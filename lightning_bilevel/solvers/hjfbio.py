@@ -14,14 +14,14 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.batch_iteration import BatchIteration
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["HJFBiO"]
 
 
-class HJFBiO(BatchIteration):
+class HJFBiO(BilevelOptimizer):
     r"""Hessian/Jacobian-free bilevel optimisation.
 
     It descends on the hyper-objective :math:`f(x, y^*(x))` by its gradient
@@ -44,12 +44,6 @@ class HJFBiO(BatchIteration):
     an iteration: 4 passes, gradients only. Upper and lower of the record are f and g at
     :math:`(x^k, y^k)`.
 
-    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them.
-    Both points of the difference see the same batch of g and the same random numbers: with two
-    batches, the noise would be divided by :math:`\delta`. The record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`. The paper's theorem is about full
-    batches.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -62,12 +56,6 @@ class HJFBiO(BatchIteration):
         delta: :math:`\delta`, the distance of the difference, in units of v. None chooses
             :math:`\delta = \sqrt[3]{u}\,(1 + \|y\|)/\|v\|` with the rounding unit u: a fixed small
             one such as 1e-4 loses most digits in float32.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of v; None takes one as y has.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and v.
 
     The default steps and r are those seen in the code of a descendant of the method.
 
@@ -86,8 +74,6 @@ class HJFBiO(BatchIteration):
         hypergradient is not exact.
     """
 
-    inner_name = "v"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -97,19 +83,14 @@ class HJFBiO(BatchIteration):
         tau: float = 0.01,
         r: float = 5.0,
         delta: float | None = None,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="gamma",
             positive=("gamma", "lam", "tau", "r", "delta"),
             optional=("delta",),
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
         self.memory["on_sphere"] = False
 
     def advance(
@@ -124,10 +105,9 @@ class HJFBiO(BatchIteration):
         f = problem.upper(x, y)
         J = probes.grad_x / (2 * delta)
         H = (probes.grad_y - probes.grad_z) / (2 * delta)
-        y_new = self.rule("lower")(y, g_y, c["lam"], problem.lower_set)
-        step_x = self.rule("upper", touched=problem.touched)
-        x_new = step_x(x, f.grad_x - J, c["gamma"], problem.upper_set)
-        v_new = self.rule("inner")(v, H - f.grad_y, c["tau"], Ball(c["r"]))
+        y_new = plain(y, g_y, c["lam"], problem.lower_set)
+        x_new = plain(x, f.grad_x - J, c["gamma"], problem.upper_set)
+        v_new = plain(v, H - f.grad_y, c["tau"], Ball(c["r"]))
         held = _held(problem.lower_set, y, g_y)
         if held is not None:
             v_new = v_new.masked_fill(held, 0.0)

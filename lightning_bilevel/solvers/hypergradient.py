@@ -12,7 +12,6 @@ from lightning_bilevel.core.differences import difference_curvature, difference_
 from lightning_bilevel.core.faces import Face
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.solvers.steps import StepRule, plain
 
 __all__ = ["Descent", "Ways", "adjoint_matrix", "descend_to", "products", "resolution"]
 
@@ -68,17 +67,13 @@ def descend_to(
     steps: int,
     keep: int,
     lower_set: ConvexSet,
-    rule: StepRule = plain,
 ) -> Descent:
-    r"""Repeat :math:`u = y - s \nabla_y g(x, y)`, :math:`y \leftarrow P_Y(u)`; keep the last u.
-
-    Another rule than this step moves y in its own way, and u still is that of the step.
-    """
+    r"""Repeat :math:`u = y - s \nabla_y g(x, y)`, :math:`y \leftarrow P_Y(u)`; keep the last u."""
     before: list[Tensor] = []
     value = 0.0
     for _ in range(steps):
         value, slope = lower.value_and_gradient(y)
         u = y - step * slope
-        y = lower_set.project(u) if rule is plain else rule(y, slope, step, lower_set)
+        y = lower_set.project(u)
         before = [*before, u][-keep:]
     return Descent(y, before, value)

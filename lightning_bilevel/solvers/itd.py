@@ -14,7 +14,7 @@ from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, descend_to, products
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["ITD"]
 
@@ -44,8 +44,7 @@ class ITD(BilevelOptimizer):
     minimiser alone. Guarantee: stationarity of :math:`f(x, y^*(x))` up to epsilon and the error of
     T and K, in :math:`O(\epsilon^{-2})` iterations. Cost of an iteration: T + 1 + 2K passes. Upper
     of the record is f at :math:`(x^k, y^{k+1})`, lower is g at :math:`x^k` and the y before its
-    last step. It does not run on mini-batches: T steps on one batch would solve the lower level of
-    that batch. :class:`~lightning_bilevel.solvers.soba.SOBA` does.
+    last step.
 
     Args:
         params: The two parameter groups, see
@@ -56,9 +55,6 @@ class ITD(BilevelOptimizer):
         K: The steps that are differentiated, at most T; None for all.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        upper_clip: The largest norm of the direction of x; None for no bound.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -75,9 +71,6 @@ class ITD(BilevelOptimizer):
         for constrained levels.
     """
 
-    needs_all_data = "differentiates several steps, which must be on the same data"
-    for_mini_batches = "SOBA"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -87,10 +80,8 @@ class ITD(BilevelOptimizer):
         T: int = 10,
         K: int | None = None,
         products: Ways = "autograd",
-        upper_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="alpha",
             schedules=("alpha", "beta"),
@@ -98,7 +89,7 @@ class ITD(BilevelOptimizer):
             optional=("K",),
             choices={"products": get_args(Ways)},
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -122,6 +113,6 @@ class ITD(BilevelOptimizer):
             yy, xy = products(here, y_t, p, c["products"])
             d_x = d_x - beta * xy
             p = p - beta * yy
-        x_new = self.rule("upper")(x, d_x, alpha, problem.upper_set)
+        x_new = plain(x, d_x, alpha, problem.upper_set)
         info = StepInfo(upper=f.value, lower=descent.lower, inner_iterations=T, lr=alpha)
         return x_new, descent.y, info

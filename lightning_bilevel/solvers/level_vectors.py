@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,8 @@ class LevelVectors(Optimizer):
     A group may have a ``unit``: x = unit * u, and the method works in u.
     """
 
-    # The name of the inner variable in the memory.
-    inner_name: ClassVar[str] = "z"
-
     def _forget(self) -> None:
         """Forget all that is not in the state of the run."""
-        # The memory of long vectors in steps on mini-batches, by name.
-        self._kept_memory: dict[str, Tensor] = {}
         # (problem, x, y) after the last step.
         self._point: tuple[BilevelProblem, Tensor, Tensor] | None = None
         # The parameters, each with the part of x or y that was written into it.
@@ -44,18 +39,6 @@ class LevelVectors(Optimizer):
         # with the first one.
         state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
         return state
-
-    def room(self, name: str, like: Sequence[Tensor]) -> Tensor:
-        """Return memory for a vector as long as some tensors together; its content is undefined.
-
-        The system hands out the memory of a long vector page by page, which takes longer than the
-        arithmetic. So a step on a mini-batch uses that of the last one.
-        """
-        size = sum(tensor.numel() for tensor in like)
-        kept = self._kept_memory.get(name)
-        if kept is None or kept.numel() != size or kept.dtype != like[0].dtype:
-            kept = self._kept_memory[name] = like[0].new_empty(size)
-        return kept
 
     @property
     def _units(self) -> list[float]:
@@ -134,26 +117,6 @@ class LevelVectors(Optimizer):
                 # vector itself.
                 self.memory[f"{group['level']}_in_units"] = vector
         self._point = (problem, x, y)
-
-    def _copies(self, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
-        """Return copies of x and y; the start of a run is projected onto the sets."""
-        begins = self.memory["iteration"] == self.memory.get("skipped", 0)
-        if begins or (problem.adaptation is None and self.inner_name not in self.memory):
-            return self._read(problem)
-        x, y = (
-            torch.cat(
-                [p.detach().reshape(-1) for p in group["params"]],
-                out=self.room(group["level"], group["params"]),
-            )
-            for group in self.param_groups
-        )
-        return x, y
-
-    def _write_batch(self, x: Tensor, y: Tensor) -> None:
-        parameters, blocks = zip(*self._blocks(x, y), strict=True)
-        torch._foreach_copy_(parameters, blocks)
-        self._point = None
-        self._written = []
 
 
 def check_levels(name: str, params: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

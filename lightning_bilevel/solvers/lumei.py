@@ -53,8 +53,6 @@ class LuMei(BilevelOptimizer):
     anything else. Upper and lower of the record are f and g at the new point, the multiplier is
     :math:`\rho`, inner iterations are extragradient steps.
 
-    It does not run on mini-batches, and takes no torch optimisers: its steps are the method.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -80,8 +78,6 @@ class LuMei(BilevelOptimizer):
         fixed one ends all progress far above rounding. The code's cap is for the loop within, here
         it is for the whole iteration.
     """
-
-    for_mini_batches = "F2SA"
 
     def __init__(
         self,

@@ -11,19 +11,13 @@ from torch import Tensor
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import projected_step, slope_of_psi
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.core.vectors import by_pieces
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import StepRule
-from lightning_bilevel.solvers.streaming import Directions
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
 
-__all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "brackets", "prox_step"]
+__all__ = ["GROWING", "MEHA", "bracket_x", "bracket_y", "prox_step"]
 
 # The paper's penalty grows slowly.
 GROWING = Power(1.0, 0.25)
@@ -36,11 +30,10 @@ def prox_step(
     eta: float,
     gamma: float,
     lower_set: ConvexSet,
-    rule: StepRule = projected_step,
 ) -> Tensor:
     r"""Return :math:`P_Y(\theta - \eta [\nabla_y g(x, \theta) + (\theta - y)/\gamma])`."""
     slope = slope_of_psi(lower.gradient(theta), theta, y, gamma)
-    return rule(theta, slope, eta, lower_set)
+    return projected_step(theta, slope, eta, lower_set)
 
 
 def bracket_x(
@@ -59,29 +52,6 @@ def bracket_y(
     g, g_y = lower.value_and_gradient(y)
     d_y = torch.add(g_y, f_y, alpha=1 / c).sub_(y - theta, alpha=1 / gamma)
     return d_y, f, g
-
-
-def brackets(
-    sample: Sample,
-    y: Tensor,
-    theta: Tensor,
-    c: float,
-    gamma: float,
-    rooms: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return the directions of x, y and :math:`\theta` on a mini-batch, at the old point.
-
-    The last two are written into ``rooms``.
-    """
-    d_x = torch.add(sample.lower_x - sample.inner_x, sample.upper_x, alpha=1 / c)
-    d_y, d_theta = rooms
-    for f_y, g_y, g_theta, y_part, theta_part, to_y, to_theta in by_pieces(
-        sample.upper_y, sample.lower_y, sample.inner_y, y, theta, d_y, d_theta
-    ):
-        pull = torch.sub(theta_part, y_part, out=to_theta).div_(gamma)
-        torch.add(g_y, f_y, alpha=1 / c, out=to_y).add_(pull)
-        to_theta.add_(g_theta)
-    return d_x, d_y, d_theta
 
 
 class MEHA(BilevelOptimizer):
@@ -105,10 +75,6 @@ class MEHA(BilevelOptimizer):
     of which one is saved where f does not depend on x. Upper and lower of the record are f and g at
     :math:`(x^{k+1}, y^k)`, where the iteration last evaluates them.
 
-    On mini-batches (a problem with ``mini_batch=True``) x, y and :math:`\theta` move once per
-    batch, all from the old point :math:`(x^k, y^k, \theta^k)`, by 3 passes; the record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo` with the multiplier :math:`c_k`.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -118,14 +84,6 @@ class MEHA(BilevelOptimizer):
         gamma: :math:`\gamma`, the proximal parameter; below 1/(weak-convexity modulus of g(x, .)).
         c: :math:`c_k`, the penalty, which divides f: the larger, the closer the lower level is held
             to stationarity.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of :math:`\theta`; None takes one as y has.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and :math:`\theta`.
-        x_every: On mini-batches x moves in every so many steps.
-        warmup: On mini-batches x stays for so many steps at first.
 
     The steps and c are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic: steps that suit functions of curvature about 1, and a slowly growing
@@ -140,9 +98,6 @@ class MEHA(BilevelOptimizer):
         projections are the natural insertion for constrained levels.
     """
 
-    stochastic = True
-    inner_name = "theta"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -152,33 +107,11 @@ class MEHA(BilevelOptimizer):
         eta: float | Power = 0.01,
         gamma: float = 1.0,
         c: float | Power = GROWING,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
-        x_every: int = 1,
-        warmup: int = 0,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(), lr="alpha", schedules=("alpha", "beta", "eta", "c"), positive=("gamma",)
         )
-        super().__init__(params, *checked)
-
-    def weights(self) -> Weights:
-        k = self.memory["iteration"]
-        c = value_at(self.constants["c"], k)
-        rate = value_at(self.constants["alpha"], k)
-        return Weights(1 / c, 1.0, rho=self.constants["gamma"], multiplier=c, rate=rate)
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        k = self.memory["iteration"]
-        alpha, beta, eta, c = (
-            value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
-        )
-        rooms = self.room("lower direction", [y]), self.room("inner direction", [y])
-        d_x, d_y, d_z = brackets(sample, y, z, c, self.constants["gamma"], rooms)
-        return Directions(d_x, d_y, d_z, multiplier=c, rates=(alpha, beta, eta))
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -189,15 +122,12 @@ class MEHA(BilevelOptimizer):
             value_at(self.constants[name], k) for name in ("alpha", "beta", "eta", "c")
         )
         here = problem.at(x)
-        step_x, step_y, step_theta = (
-            self.rule(variable, projected_step) for variable in ("upper", "lower", "inner")
-        )
         theta = self.memory.get("theta", y)
-        theta = prox_step(here, theta, y, eta, gamma, problem.lower_set, step_theta)
-        x_new = step_x(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
+        theta = prox_step(here, theta, y, eta, gamma, problem.lower_set)
+        x_new = projected_step(x, bracket_x(problem, here, y, theta, c), alpha, problem.upper_set)
         # y moves at the new x.
         there = problem.at(x_new)
         d_y, upper, lower = bracket_y(problem, there, y, theta, c, gamma)
-        y_new = step_y(y, d_y, beta, problem.lower_set)
+        y_new = projected_step(y, d_y, beta, problem.lower_set)
         self.memory["theta"] = theta
         return x_new, y_new, StepInfo(upper=upper, lower=lower, inner_iterations=1, lr=alpha)

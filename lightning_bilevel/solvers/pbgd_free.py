@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.streaming import Directions
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["PBGDFree"]
 
@@ -49,11 +46,6 @@ class PBGDFree(BilevelOptimizer):
     of the record is f at :math:`x^k` and the y before its last step, lower is g there: where the
     iteration last evaluates them.
 
-    On mini-batches (a problem with ``mini_batch=True``) x and y move once per batch, both from the
-    old point; K is not used, and the record is a
-    :class:`~lightning_bilevel.solvers.record.StreamInfo`. A variable z follows the lower level for
-    the gap of the record alone, so a batch costs 3 passes.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -61,13 +53,6 @@ class PBGDFree(BilevelOptimizer):
         alpha: :math:`\alpha`, the step of y.
         gamma: :math:`\gamma`, the penalty.
         K: The steps of y per iteration.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the direction of y.
-        x_every: On mini-batches x moves in every so many steps.
-        warmup: On mini-batches x stays for so many steps at first.
 
     The defaults of gamma and K are those of the authors' code, the steps are generic.
 
@@ -86,8 +71,6 @@ class PBGDFree(BilevelOptimizer):
         Projections are the natural insertion for constrained levels.
     """
 
-    stochastic = True
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -96,44 +79,26 @@ class PBGDFree(BilevelOptimizer):
         alpha: float = 0.01,
         gamma: float = 10.0,
         K: int = 1,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
-        x_every: int = 1,
-        warmup: int = 0,
     ) -> None:
-        checked = constants_of(locals(), lr="eta", positive=("eta", "alpha", "gamma"), whole=("K",))
-        super().__init__(params, *checked)
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        c = self.constants
-        # Looking costs a transfer from the device, so only the first batch is looked at.
-        if self.memory["iteration"] == 0 and not sample.upper_x.any():
-            raise BilevelError(_FROZEN)
-        return Directions(
-            upper=sample.upper_x,
-            lower=torch.add(sample.lower_y, sample.upper_y, alpha=1 / c["gamma"]),
-            inner=sample.inner_y,
-            multiplier=c["gamma"],
-            rates=(c["eta"], c["alpha"], c["alpha"]),
+        constants = constants_of(
+            locals(), lr="eta", positive=("eta", "alpha", "gamma"), whole=("K",)
         )
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, StepInfo]:
         c = self.constants
         here = problem.at(x)
-        step_y = self.rule("lower")
         y_new = y
         upper = lower = 0.0
         for _ in range(c["K"]):
             upper, f_y = problem.upper_y(x, y_new)
             lower, g_y = here.value_and_gradient(y_new)
-            y_new = step_y(y_new, f_y / c["gamma"] + g_y, c["alpha"], problem.lower_set)
+            y_new = plain(y_new, f_y / c["gamma"] + g_y, c["alpha"], problem.lower_set)
         d_x = problem.upper_x(x, y_new)
         if not problem.upper_has_x:
             raise BilevelError(_FROZEN)
-        x_new = self.rule("upper")(x, d_x, c["eta"], problem.upper_set)
+        x_new = plain(x, d_x, c["eta"], problem.upper_set)
         info = StepInfo(upper=upper, lower=lower, inner_iterations=c["K"], lr=c["eta"])
         return x_new, y_new, info

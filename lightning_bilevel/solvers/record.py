@@ -152,19 +152,17 @@ class AdjointInfo(StepInfo):
 class StreamInfo(StepInfo):
     """The record of a step on a mini-batch; f and g are those of the batch, at the old point.
 
-    The length of the step is not measured: it would be another transfer from the device.
+    The length of the step is not measured: it would be another device sync.
 
     Attributes:
         gap: g(x, y) - g(x, z) on the batch; nan for a method without an inner variable z.
         multiplier: The weight of the gap in this step, likewise.
-        skipped: How many steps so far were taken back because f or g was not finite.
-        taken: Whether this step was taken. If not, its values are nan.
+        skipped: How many batches so far were left out because they were not finite.
     """
 
     gap: float = math.nan
     multiplier: float = math.nan
     skipped: int = 0
-    taken: bool = True
 
     LOGGED: ClassVar[tuple[str, ...]] = (
         "upper",

@@ -11,8 +11,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import descend
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import descend, plain
 
 __all__ = ["SLM"]
 
@@ -43,9 +42,6 @@ class SLM(BilevelOptimizer):
     :math:`(x^r, y^r)` and lower is g at :math:`(x^{r+1}, y^{r+1})`, where the iteration last
     evaluates them; the multiplier is :math:`\lambda_r`.
 
-    It does not run on mini-batches: the step of the multiplier adds up values of g, and those of
-    one batch are mostly noise. :class:`~lightning_bilevel.solvers.f2sa.F2SA` does.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -61,13 +57,6 @@ class SLM(BilevelOptimizer):
             of the multiplier, :math:`\lambda_{r+1} = \max\{0, (1 - \tau) \lambda_r + \gamma s\}`
             with :math:`s = g(x^{r+1}, y^{r+1}) - g(x^{r+1}, z) - \delta`; z then steps with alpha,
             as y does.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of z; None takes one as y has. Where z starts anew, so
-            does its optimiser.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and z.
 
     The defaults are generic, but for delta, the relaxation that the paper uses for IVSP.
 
@@ -82,8 +71,6 @@ class SLM(BilevelOptimizer):
         smoothing the method's name refers to is not part of this reading.
     """
 
-    for_mini_batches = "F2SA"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -97,18 +84,13 @@ class SLM(BilevelOptimizer):
         lambda0: float = 0.0,
         restart: bool = True,
         dual: Dual = "ascent",
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
         if dual == "damped" and tau > 1:
             raise ValueError(
                 f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the "
                 "multiplier."
             )
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="eta",
             positive=("eta", "alpha", "gamma", "tau"),
@@ -116,7 +98,7 @@ class SLM(BilevelOptimizer):
             whole=("T",),
             choices={"dual": get_args(Dual)},
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
         self.memory["lambda"] = float(lambda0)
 
     def advance(
@@ -130,12 +112,12 @@ class SLM(BilevelOptimizer):
         else:
             inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
         here = problem.at(x)
-        z_start = self.restarted(y) if c["restart"] else self.memory.get("z", y)
-        z = descend(here, z_start, inner_step, c["T"], problem.lower_set, self.rule("inner"))
+        z_start = y if c["restart"] else self.memory.get("z", y)
+        z = descend(here, z_start, inner_step, c["T"], problem.lower_set)
         f = problem.upper(x, y)
         gap = here.gap(y, z)
-        x_new = self.rule("upper")(x, f.grad_x + weight * gap.grad_x, c["eta"], problem.upper_set)
-        y_new = self.rule("lower")(y, f.grad_y + weight * gap.grad_y, c["alpha"], problem.lower_set)
+        x_new = plain(x, f.grad_x + weight * gap.grad_x, c["eta"], problem.upper_set)
+        y_new = plain(y, f.grad_y + weight * gap.grad_y, c["alpha"], problem.lower_set)
         there = problem.at(x_new)
         lower = there.value(y_new)
         slack = lower - there.value(z) - c["delta"]

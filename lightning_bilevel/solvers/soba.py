@@ -12,18 +12,18 @@ from lightning_bilevel.core.differences import difference_products
 from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.batch_iteration import BatchIteration
+from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, resolution
 from lightning_bilevel.solvers.linear import nonpositive, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import plain
 
 __all__ = ["SOBA"]
 
 
-class SOBA(BatchIteration):
-    r"""Single-loop bilevel algorithm on full batches and on mini-batches.
+class SOBA(BilevelOptimizer):
+    r"""Single-loop bilevel algorithm.
 
     It takes one step each on the lower level, on the linear system of the hypergradient
     :math:`\nabla_x f - \nabla^2_{xy} g\, v`, :math:`\nabla^2_{yy} g\, v = \nabla_y f`, and along
@@ -43,12 +43,6 @@ class SOBA(BatchIteration):
     is not positive along v. Cost of an iteration: 3 passes, and 4 with differences. Upper and lower
     of the record are f and g at :math:`(x^k, y^k)`.
 
-    On mini-batches (a problem with ``mini_batch=True``) the same step is taken on each of them, as
-    in the paper: one batch of f, and one batch of g for its gradient and both products. As x, y and
-    v do not know the batch yet, all three directions are right on average. With steps of the order
-    of :math:`k^{-1/2}`, ``Power(..., -0.5)``, :math:`f(x, y^*(x))` becomes stationary. The record
-    is a :class:`~lightning_bilevel.solvers.record.StreamInfo`.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -59,11 +53,6 @@ class SOBA(BatchIteration):
             another one.
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the direction of y.
 
     alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
     The defaults are generic.
@@ -78,8 +67,6 @@ class SOBA(BatchIteration):
         paper. The projections and the damping are not part of it.
     """
 
-    inner_name = "v"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -88,19 +75,15 @@ class SOBA(BatchIteration):
         beta: float | Power = 0.01,
         damping: float = 0.0,
         products: Ways = "autograd",
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(),
             lr="alpha",
             schedules=("alpha", "beta"),
             nonnegative=("damping",),
             choices={"products": get_args(Ways)},
         )
-        super().__init__(params, *checked)
+        super().__init__(params, constants)
         # Whether a curvature that is not positive has been reported.
         self.memory["indefinite"] = False
 
@@ -129,9 +112,8 @@ class SOBA(BatchIteration):
             c["damping"],
             "The steps of v may diverge.",
         )
-        step_x = self.rule("upper", touched=problem.touched)
-        x_new = step_x(x, f.grad_x - xy, alpha, problem.upper_set)
-        y_new = self.rule("lower")(y, slope, beta, problem.lower_set)
+        x_new = plain(x, f.grad_x - xy, alpha, problem.upper_set)
+        y_new = plain(y, slope, beta, problem.lower_set)
         self.memory["v"] = face.tangent(v - beta * (Av - f.grad_y))
         info = AdjointInfo(
             upper=f.value,

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sample import Sample
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.episodic import Weights
 from lightning_bilevel.solvers.record import MultiplierInfo
 from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import descend
-from lightning_bilevel.solvers.streaming import Directions
-from lightning_bilevel.solvers.torch_rule import OptimizerCallable
+from lightning_bilevel.solvers.steps import descend, plain
 
 __all__ = ["VPBGD"]
 
@@ -42,12 +37,6 @@ class VPBGD(BilevelOptimizer):
     iteration: T + 3 passes. Upper and lower of the record are f and g at :math:`(x^k, y^k)`, the
     multiplier is :math:`\gamma_k`.
 
-    On mini-batches (a problem with ``mini_batch=True``) x, y and w move once per batch, all from
-    the old point, by 3 passes; w goes on from where it was, T and restart are not used, and the
-    record is a :class:`~lightning_bilevel.solvers.record.StreamInfo`. The direction of y is about
-    :math:`1 + \gamma_k` times as long as that of plain training: an SGD wants its rate divided by
-    it, while Adam and its like do not see the factor.
-
     Args:
         params: The two parameter groups, see
             :class:`~lightning_bilevel.solvers.base.BilevelOptimizer`.
@@ -57,15 +46,6 @@ class VPBGD(BilevelOptimizer):
             (:class:`~lightning_bilevel.solvers.schedule.Power`).
         T: The inner steps.
         restart: Whether w starts at y in each iteration, as above, or goes on from where it was.
-        upper_optimizer: What makes the torch optimiser of x, such as
-            ``functools.partial(torch.optim.AdamW, lr=1e-2)``; None takes the step above.
-        lower_optimizer: That of y, likewise.
-        inner_optimizer: That of w; None takes one as y has. Where w starts anew, so
-            does its optimiser.
-        upper_clip: The largest norm of the direction of x; None for no bound.
-        lower_clip: That of the directions of y and w.
-        x_every: On mini-batches x moves in every so many steps.
-        warmup: On mini-batches x stays for so many steps at first.
 
     The defaults are generic.
 
@@ -78,9 +58,6 @@ class VPBGD(BilevelOptimizer):
         the solution.
     """
 
-    stochastic = True
-    inner_name = "w"
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -90,35 +67,11 @@ class VPBGD(BilevelOptimizer):
         gamma: float | Power = 10.0,
         T: int = 1,
         restart: bool = True,
-        upper_optimizer: OptimizerCallable | None = None,
-        lower_optimizer: OptimizerCallable | None = None,
-        inner_optimizer: OptimizerCallable | None = None,
-        upper_clip: float | None = None,
-        lower_clip: float | None = None,
-        x_every: int = 1,
-        warmup: int = 0,
     ) -> None:
-        checked = constants_of(
+        constants = constants_of(
             locals(), lr="alpha", schedules=("gamma",), positive=("alpha", "beta"), whole=("T",)
         )
-        super().__init__(params, *checked)
-
-    def weights(self) -> Weights:
-        c = self.constants
-        gamma = value_at(c["gamma"], self.memory["iteration"])
-        return Weights(upper=1.0, gap=gamma, rho=None, multiplier=gamma, rate=c["alpha"])
-
-    def directions(self, sample: Sample, x: Tensor, y: Tensor, z: Tensor) -> Directions:
-        c = self.constants
-        gamma = value_at(c["gamma"], self.memory["iteration"])
-        d_y = self.room("lower direction", [y])
-        return Directions(
-            upper=torch.add(sample.upper_x, sample.lower_x - sample.inner_x, alpha=gamma),
-            lower=torch.add(sample.upper_y, sample.lower_y, alpha=gamma, out=d_y),
-            inner=sample.inner_y,
-            multiplier=gamma,
-            rates=(c["alpha"], c["alpha"], c["beta"]),
-        )
+        super().__init__(params, constants)
 
     def advance(
         self, problem: BilevelProblem, x: Tensor, y: Tensor
@@ -127,12 +80,12 @@ class VPBGD(BilevelOptimizer):
         alpha = c["alpha"]
         gamma = value_at(c["gamma"], self.memory["iteration"])
         here = problem.at(x)
-        w_start = self.restarted(y) if c["restart"] else self.memory.get("w", y)
-        w = descend(here, w_start, c["beta"], c["T"], problem.lower_set, self.rule("inner"))
+        w_start = y if c["restart"] else self.memory.get("w", y)
+        w = descend(here, w_start, c["beta"], c["T"], problem.lower_set)
         f = problem.upper(x, y)
         gap = here.gap(y, w)
-        x_new = self.rule("upper")(x, f.grad_x + gamma * gap.grad_x, alpha, problem.upper_set)
-        y_new = self.rule("lower")(y, f.grad_y + gamma * gap.grad_y, alpha, problem.lower_set)
+        x_new = plain(x, f.grad_x + gamma * gap.grad_x, alpha, problem.upper_set)
+        y_new = plain(y, f.grad_y + gamma * gap.grad_y, alpha, problem.lower_set)
         if not c["restart"]:
             self.memory["w"] = w
         info = MultiplierInfo(

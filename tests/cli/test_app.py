@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 import warnings
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,14 +18,14 @@ import yaml
 from clocks import Clock
 from places import CONFIGS, SYNTHETIC
 from running import events, fit, trainer
-from streaming import ADAMW, SGD, Streamed, StreamedData
+from streaming import Streamed, StreamedData
 from torchvision import datasets
 
 from lightning_bilevel import (
     IVSP,
     BilevelError,
     CertificateReport,
-    StreamingIVSP,
+    stochastic,
 )
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
@@ -347,13 +347,13 @@ class TestOnMiniBatches:
 
     def test_certify_is_what_the_run_ended_with(self, tmp_path: Path) -> None:
         """The same data, the same rho, and as few passes."""
-        solver = partial(StreamingIVSP, upper_optimizer=SGD, lower_optimizer=ADAMW)
-        module = Streamed(solver=solver)
+        method = stochastic.StreamingIVSP()
+        module = Streamed(method=method)
         report = CertificateReport()
         run = trainer(tmp_path, max_epochs=2, callbacks=[report])
         run.fit(module, datamodule=StreamedData())
         run.save_checkpoint(tmp_path / "run.ckpt")
-        loaded = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(solver=solver), StreamedData())
+        loaded = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(method=method), StreamedData())
         restore(*loaded, ckpt_path=str(tmp_path / "run.ckpt"))
         found = certificate_of(*loaded)
         assert found is not None
@@ -632,10 +632,11 @@ class Parsed(BilevelCLI):
 
 @pytest.mark.parametrize("config", READY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_resolves(config: Path) -> None:
-    """Its classes and arguments exist; its name begins with that of its solver."""
+    """Its classes and arguments exist; its name begins with that of its solver or method."""
     resolved = Parsed(["--config", str(config)], run=False).config
-    solver = resolved.model.init_args.solver.class_path
-    assert config.stem.replace("_", "").startswith(solver.rsplit(".", 1)[-1].lower())
+    options = resolved.model.init_args
+    named = (options.get("solver") or options["method"]).class_path
+    assert config.stem.replace("_", "").startswith(named.rsplit(".", 1)[-1].lower())
 
 
 # One of each task and mode.

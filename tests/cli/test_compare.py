@@ -190,7 +190,7 @@ def test_a_comparison_has_its_own_callbacks(tmp_path: Path, small: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "Recorder", Seen)
         (result,) = compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
-    assert seen == [["OptimizationBudget", "Seen", "LastCheckpoint"]]
+    assert seen == [["OptimizationBudget", "Seen", "MiniBatches", "LastCheckpoint"]]
     assert result.rows[-1]["optimization_time"] >= 0.05
 
 
@@ -464,7 +464,7 @@ class TestAModuleOfTheUsers:
         path = self.config(tmp_path, class_path="wrong_modules.Right")
         with pytest.raises(
             ValueError,
-            match=r"the config names no solver. Give the model's `__init__` an argument",
+            match="the config names neither a `solver` nor a `method` of `Right`",
         ):
             compare([path], 0.2, tmp_path / "out")
 

@@ -431,7 +431,7 @@ class TestRemembered:
         assert alive == [[], [False], [False, False]]
 
     def test_dies_with_its_problem(self) -> None:
-        """At once, without the garbage collector: mini-batches make a new problem at every step."""
+        """At once, without the garbage collector."""
         x, _, z = point()
         problem = BilevelProblem(f, loss_of_features, features=features)
         lower = problem.at(x)
@@ -500,16 +500,6 @@ class TestUnits:
             a, b = units
             got, expected = (p.in_units(*units).at(x / a).gap(y / b, z / b) for p in (split, whole))
             assert_same(got, [torch.as_tensor(v, dtype=torch.float64) for v in expected])
-
-    def test_scale_f_at_the_inner_variable_of_a_mini_batch(self) -> None:
-        x, y, z = point()
-        a, b = 2.0, 0.5
-        problem = BilevelProblem(f, g, mini_batch=True)
-        plain = problem.sample(x, y, z, upper_at_z=True).inner_upper
-        scaled = problem.in_units(a, b).sample(x / a, y / b, z / b, upper_at_z=True).inner_upper
-        assert plain is not None
-        assert scaled is not None
-        assert_same(scaled, (a * plain[0], b * plain[1]))
 
     def test_scale_the_sets(self) -> None:
         scaled = BilevelProblem(f, g, Box(-1.0, 1.0), Box(0.0, 3.0)).in_units(2.0, 0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from running import trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import F2SA, CleaningData, HyperCleaning, TableRMS
+from lightning_bilevel import CleaningData, HyperCleaning
 from lightning_bilevel.data.cleaning import Table, as_it_is
+from lightning_bilevel.stochastic import F2SA
 
 
 def data(**options: Any) -> CleaningData:
@@ -78,13 +78,7 @@ def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_epoch_of_training_is_a_pass_over_the_longer_level(tmp_path: Any) -> None:
-    module = HyperCleaning(
-        n_train=23,
-        inputs=4,
-        hidden=3,
-        classes=4,
-        solver=partial(F2SA, upper_optimizer=TableRMS),
-    )
+    module = HyperCleaning(n_train=23, inputs=4, hidden=3, classes=4, method=F2SA())
     run = trainer(tmp_path, max_epochs=2)
     run.fit(module, datamodule=data())
     assert run.global_step == 10

@@ -13,24 +13,24 @@ import yaml
 from places import CONFIGS
 from running import fit, trainer
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import TensorDataset
 
-from lightning_bilevel import F2SA, CleaningData, Envelope, HyperCleaning, StreamingIVSP, TableRMS
+from lightning_bilevel import F2SA as ExactF2SA
+from lightning_bilevel import IVSP, CleaningData, Envelope, HyperCleaning
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
 
-STREAMED = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=partial(AdamW, lr=1e-2))
+METHOD: dict[str, Any] = {"method": F2SA(), "lower_optimizer": partial(AdamW, lr=1e-2)}
 ON_MINI_BATCHES = ["digits_mini_batches", "fashion_mnist_mini_batches", "mnist_mini_batches"]
 
 
 def module(**options: Any) -> HyperCleaning:
     torch.manual_seed(0)
-    return HyperCleaning(
-        n_train=23, classifier=MLP(4, 6, 4), classes=4, **{"solver": STREAMED, **options}
-    )
+    return HyperCleaning(n_train=23, classifier=MLP(4, 6, 4), classes=4, **{**METHOD, **options})
 
 
 def data() -> CleaningData:
@@ -53,7 +53,7 @@ def test_the_weighted_mean_is_divided_by_the_weights() -> None:
         ours.logits.normal_()
     part = batch()
     losses = cross_entropy(ours(part[0]), part[1], reduction="none").tolist()
-    weights = ours.weights[part[2]].tolist()
+    weights = ours.weights.values()[part[2]].tolist()
     expected = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
     found = ours.lower_loss(part, ours.lower_outputs(part)).detach()
     assert float(found) == pytest.approx(expected, rel=1e-6)
@@ -100,7 +100,9 @@ def test_of_the_weighted_mean_no_qualification_is_known(tmp_path: Any) -> None:
     said = {}
     for weighted in (False, True):
         # The paper's network, whose qualification holds for the plain mean.
-        ours = HyperCleaning(23, 4, 3, 4, weighted_mean=weighted, envelope=envelope, solver=F2SA)
+        ours = HyperCleaning(
+            23, 4, 3, 4, weighted_mean=weighted, envelope=envelope, solver=ExactF2SA
+        )
         full = data()
         full.batch_size = None
         trainer(tmp_path, max_steps=1).fit(ours, datamodule=full)
@@ -111,15 +113,36 @@ def test_of_the_weighted_mean_no_qualification_is_known(tmp_path: Any) -> None:
 
 def test_a_scheduler_steps_at_each_iteration(tmp_path: Any) -> None:
     ours = module(
-        solver=partial(
-            F2SA, upper_optimizer=partial(SGD, lr=2.0), lower_optimizer=partial(SGD, lr=1.0)
-        ),
-        scheduler=partial(LambdaLR, lr_lambda=[lambda k: 0.5**k, lambda k: 1 / (1 + k)]),
+        upper_optimizer=partial(SGD, lr=2.0),
+        lower_optimizer=partial(SGD, lr=1.0),
+        upper_scheduler=partial(LambdaLR, lr_lambda=lambda k: 0.5**k),
+        lower_scheduler=partial(LambdaLR, lr_lambda=lambda k: 1 / (1 + k)),
     )
     run = trainer(tmp_path, max_steps=3)
     run.fit(ours, datamodule=data())
-    rates = [group["lr"] for group in run.optimizers[0].param_groups]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
     assert rates == pytest.approx([2 * 0.5**3, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, (IVSP,)),
+        ({"method": F2SA()}, (TableRMS, AdamW)),
+        ({"upper_optimizer": Adam}, (Adam, AdamW)),
+        ({"lower_optimizer": Adam}, (TableRMS, Adam)),
+    ],
+)
+def test_it_is_exact_unless_a_method_or_an_optimiser_is_given(
+    options: dict[str, Any], kinds: tuple[Any, ...], tmp_path: Any
+) -> None:
+    ours = HyperCleaning(23, 4, 3, 4, **options)
+    source = data()
+    if not options:
+        source.batch_size = None
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(ours, datamodule=source)
+    assert tuple(map(type, run.optimizers)) == kinds
 
 
 @pytest.mark.parametrize("name", ON_MINI_BATCHES)
@@ -134,9 +157,11 @@ def test_configs_of_a_folder_pose_one_task(
         values = yaml.safe_load(capsys.readouterr().out)
         options = values["model"]["init_args"]
         assert options["n_train"] == values["data"]["init_args"]["n_train"]
-        steps = options.pop("scheduler")["init_args"]["T_max"]
-        assert steps == values["trainer"]["max_steps"]
-        assert options.pop("solver")["init_args"]["upper_optimizer"]["init_args"] == {"lr": 3.0}
+        for level in ("upper", "lower"):
+            steps = options[f"{level}_scheduler"]["init_args"]["T_max"]
+            assert steps == values["trainer"]["max_steps"]
+        assert options["upper_optimizer"]["init_args"] == {"lr": 3.0}
+        assert options.pop("method")["class_path"].startswith("lightning_bilevel.stochastic.")
         options.pop("envelope")
         tasks.append((options, values["data"], values["seed_everything"]))
     assert len(tasks) == 2
@@ -156,25 +181,21 @@ def test_optimisers_and_scheduler_by_yaml_are_those_that_step(
     config = CONFIGS / "digits_mini_batches" / f"{name}.yaml"
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     fit(tmp_path, *quiet, "--trainer.max_steps=3", "--trainer.logger=false", config=config)
-    solver = fitted[0].trainer.optimizers[0]
-    assert type(solver) is kind
-    lower_lr = float(
-        yaml.safe_load(config.read_text())["model"]["init_args"]["solver"]["init_args"][
-            "lower_optimizer"
-        ]["init_args"]["lr"]
-    )
+    assert fitted[0].mini_batches is not None
+    step = fitted[0].mini_batches.step
+    assert step is not None
+    assert type(step.method) is kind
+    optimizers = [*fitted[0].trainer.optimizers, *step.shadow_optimizers]
+    assert [type(optimizer) for optimizer in optimizers] == [TableRMS, AdamW, AdamW]
+    options = yaml.safe_load(config.read_text())["model"]["init_args"]
+    lower_lr = float(options["lower_optimizer"]["init_args"]["lr"])
     expected = CosineAnnealingLR(SGD([torch.zeros(1)], lr=1.0), T_max=1600)
     for _ in range(3):
         expected.optimizer.step()
         expected.step()
     factor = expected.get_last_lr()[0]
-    rates = [group["lr"] for group in solver.param_groups]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in fitted[0].trainer.optimizers]
     assert rates == pytest.approx([3.0 * factor, lower_lr * factor])
-    assert {v: rule.name for v, rule in solver._rules.items()} == {
-        "upper": "TableRMS",
-        "lower": "AdamW",
-        "inner": "AdamW",
-    }
     # In the first step z is y, so the gap says nothing of the weights.
     assert int((fitted[0].logits != 0).sum()) == 2 * 64
 
@@ -189,3 +210,5 @@ def test_methods_on_mini_batches_are_compared(
     for result in results:
         assert result.rows[0]["iteration"] == 0
         assert result.rows[0]["auroc"] == 0.5
+        assert result.error is None
+        assert result.rows[-1]["iteration"] > 0

@@ -52,7 +52,7 @@ def test_the_papers_sizes_and_start() -> None:
     assert values.numel() == 25_450
     assert paper.logits.numel() == 5_000
     assert float(values.std()) == pytest.approx(0.01, rel=0.05)
-    assert torch.equal(paper.weights, torch.full((5000,), 0.5))
+    assert torch.equal(paper.weights.values(), torch.full((5000,), 0.5))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
@@ -108,6 +108,9 @@ def test_metrics_are_what_they_say(tmp_path: Any) -> None:
     images, labels = source.test
     error = float((ours(images).argmax(1) != labels).float().mean())
     assert float(run.callback_metrics["test_error"]) == pytest.approx(error, abs=1e-6)
+    images, labels = source.validation
+    wrong = float((ours(images).argmax(1) != labels).float().mean())
+    assert float(run.callback_metrics["val_error"]) == pytest.approx(wrong, abs=1e-6)
     assert run.test(ours, datamodule=source, verbose=False)[0]["test_error"] == pytest.approx(
         error, abs=1e-6
     )
@@ -156,7 +159,7 @@ def test_any_classifier(tmp_path: Any) -> None:
 
 
 def test_data_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
-    words = r"`HyperCleaning\(n_train=61\)` was given 60 training samples"
+    words = "`HyperCleaning` has the weights of 61 samples and was given 60 training samples"
     with pytest.raises(ValueError, match=words):
         trainer(tmp_path, max_steps=1).fit(module(n_train=61), datamodule=data())
 

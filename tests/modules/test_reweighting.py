@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_bilevel import (
-    F2SA,
+    BOME,
     ClassWeights,
     CleaningData,
     HyperCleaning,
@@ -29,12 +29,11 @@ from lightning_bilevel import (
     Reweighting,
     SampleWeights,
     SourceWeights,
-    StreamingIVSP,
-    TableRMS,
     WeightNet,
 )
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
 
 
 def blobs(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +69,7 @@ def validation() -> DataLoader[Any]:
 
 
 def learned(tmp_path: Path, weights: Any, lower: Dataset[Any], steps: int, **options: Any) -> Any:
-    module = Reweighting(network(), weights, lr=3e-3, **options)
+    module = Reweighting(network(), weights, lower_optimizer=partial(AdamW, lr=3e-3), **options)
     torch.manual_seed(1)
     trainer(tmp_path, max_steps=steps).fit(module, loaders(lower), validation())
     return module
@@ -104,10 +103,6 @@ def test_losses_are_the_weighted_and_the_plain_mean(kind: str) -> None:
     assert float(found.detach()) == pytest.approx(expected, rel=1e-5)
     mean = float(losses.mean())
     assert float(module.upper_loss((inputs, labels)).detach()) == pytest.approx(mean, rel=1e-6)
-    indices = module.upper_indices
-    assert (indices is not None) == (kind == "sample")
-    if indices is not None:
-        assert torch.equal(indices(batch), number)
 
 
 def test_a_batch_of_three_entries_has_the_source_as_its_last() -> None:
@@ -119,9 +114,12 @@ def test_a_batch_of_three_entries_has_the_source_as_its_last() -> None:
 def test_it_is_hyper_cleaning_with_the_weighted_mean_bit_for_bit(tmp_path: Path) -> None:
     inputs, labels, _ = noisy(60)
     ends = []
-    solver = partial(F2SA, upper_optimizer=TableRMS, lower_optimizer=partial(AdamW, lr=1e-2))
     cosine = partial(CosineAnnealingLR, T_max=12)
-    options: Any = {"solver": solver, "scheduler": cosine}
+    options: Any = {
+        "lower_optimizer": partial(AdamW, lr=1e-2),
+        "upper_scheduler": cosine,
+        "lower_scheduler": cosine,
+    }
     for ready in (True, False):
         data = CleaningData.from_datasets(
             TensorDataset(inputs, labels), TensorDataset(*blobs(12, 2)), batch_size=16
@@ -190,14 +188,14 @@ def test_weights_per_class_raise_a_class_that_is_rare(tmp_path: Path) -> None:
     even = torch.arange(200) % 2
     trusted = torch.randn(200, 1, generator=generator) + even.unsqueeze(1)
     weights = ClassWeights(2)
-    solver = partial(
-        F2SA,
-        lambda0=5.0,
+    torch.manual_seed(0)
+    module = Reweighting(
+        nn.Linear(1, 2),
+        weights,
+        method=F2SA(multiplier=5.0),
         upper_optimizer=partial(AdamW, lr=5e-2, weight_decay=0.0),
         lower_optimizer=partial(AdamW, lr=0.2, weight_decay=0.0),
     )
-    torch.manual_seed(0)
-    module = Reweighting(nn.Linear(1, 2), weights, solver=solver)
     data = {
         "upper": DataLoader(TensorDataset(trusted, even), 200),
         "lower": DataLoader(TensorDataset(inputs, labels), 200),
@@ -248,13 +246,9 @@ def test_any_model_and_any_loss(tmp_path: Path) -> None:
     samples: Any = [{"input": a, "target": b} for a, b in zip(inputs, targets, strict=True)]
     trusted: Any = [{"input": a, "target": 2 * a} for a in torch.linspace(-1, 1, 8)]
     weights = SampleWeights(40)
-    solver = partial(
-        F2SA,
-        lambda0=1.0,
-        upper_optimizer=weights.optimizer,
-        lower_optimizer=partial(AdamW, lr=5e-2),
-    )
-    module = Dicts(Line(), weights, partial(mse_loss, reduction="none"), solver=solver)
+    loss = partial(mse_loss, reduction="none")
+    adamw = partial(AdamW, lr=5e-2)
+    module = Dicts(Line(), weights, loss, F2SA(multiplier=1.0), lower_optimizer=adamw)
     data = {"upper": DataLoader(trusted, 8), "lower": DataLoader(Numbered(samples), 20)}
     run = trainer(tmp_path, max_steps=200)
     run.fit(module, data, DataLoader(trusted, 8))
@@ -267,18 +261,48 @@ def test_any_model_and_any_loss(tmp_path: Path) -> None:
     assert "val_error" not in run.callback_metrics
 
 
-@pytest.mark.parametrize(("lr", "rate"), [(None, 1e-4), (0.02, 0.02)])
-def test_the_default_solver_has_the_optimiser_of_the_weights(
-    tmp_path: Path, lr: float | None, rate: float
+@pytest.mark.parametrize(
+    ("weights", "kind", "rate"), [(SourceWeights(2), AdamW, 1e-2), (SampleWeights(40), TableRMS, 3)]
+)
+def test_without_a_word_the_optimiser_is_that_of_the_weights(
+    tmp_path: Path, weights: nn.Module, kind: Any, rate: float
 ) -> None:
-    weights = SourceWeights(2)
-    module = Reweighting(network(), weights, lr=lr)
+    module = Reweighting(network(), weights)
     lower = Numbered(TensorDataset(*blobs(40, 1)), keys=torch.arange(40) % 2)
     run = trainer(tmp_path, max_steps=1)
+    if kind is TableRMS:
+        lower = Numbered(TensorDataset(*blobs(40, 1)))
     run.fit(module, loaders(lower), validation())
-    solver = run.optimizers[0]
-    assert type(solver) is StreamingIVSP
-    assert [group["lr"] for group in solver.param_groups] == [1e-2, rate]
+    upper, below = run.optimizers
+    assert (type(upper), type(below)) == (kind, AdamW)
+    assert [o.param_groups[0]["lr"] for o in (upper, below)] == [rate, 1e-4]
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
+    assert module.mini_batches.step.method == StreamingIVSP()
+
+
+def test_with_a_solver_it_is_exact(tmp_path: Path) -> None:
+    module = Reweighting(network(), SampleWeights(60), solver=BOME)
+    data = data_module(batch_size=None)
+    run = trainer(tmp_path, max_steps=2)
+    run.fit(module, datamodule=data)
+    assert type(run.optimizers[0]) is BOME
+    assert module.mini_batches is None
+    with pytest.raises(ValueError, match="give one of the two"):
+        Reweighting(network(), SampleWeights(3), solver=BOME, method=F2SA())
+    with pytest.raises(ValueError, match="are for mini-batches: name a method or an optimiser"):
+        Reweighting(network(), SampleWeights(3), solver=BOME, accumulate=2)
+
+
+def test_clipping_and_accumulation_reach_the_step(tmp_path: Path) -> None:
+    module = Reweighting(network(), SampleWeights(240), gradient_clip_val=(None, 0.5), accumulate=2)
+    lower = Numbered(TensorDataset(*noisy()[:2]))
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, loaders(lower), validation())
+    assert run.global_step == 3
+    assert module.mini_batches is not None
+    assert module.mini_batches.step is not None
+    assert module.mini_batches.step.options.clip == (None, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["sample", "source", "net"])
@@ -291,7 +315,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path, kind:
         }[kind]
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
-        return Reweighting(model, weights, scheduler=partial(CosineAnnealingLR, T_max=12))
+        cosine = partial(CosineAnnealingLR, T_max=12)
+        return Reweighting(model, weights, upper_scheduler=cosine, lower_scheduler=cosine)
 
     def run(module: Reweighting, checkpoint: Path | None = None) -> Reweighting:
         torch.manual_seed(5 if checkpoint is None else 99)
@@ -384,7 +409,7 @@ def test_a_loss_that_is_not_per_sample(tmp_path: Path) -> None:
 
 def test_samples_that_have_no_weight(tmp_path: Path) -> None:
     lower = Numbered(TensorDataset(*noisy()[:2]))
-    words = r"fails on the first mini-batch \(IndexError: index out of range"
+    words = "index out of range"
     refused(tmp_path, Reweighting(network(), SampleWeights(30)), lower, words)
     sources = Numbered(TensorDataset(*noisy()[:2]), keys=torch.arange(240) % 5)
     refused(tmp_path, Reweighting(network(), SourceWeights(3)), sources, words)
@@ -405,11 +430,6 @@ def test_batches_of_another_form(tmp_path: Path) -> None:
 
 def test_a_data_module_of_another_size(tmp_path: Path) -> None:
     module = Reweighting(network(), SampleWeights(59))
-    with pytest.raises(ValueError, match=r"`SampleWeights\(n=59\)` was given 60 training samples"):
-        trainer(tmp_path, max_steps=1).fit(module, datamodule=data_module())
-
-
-def test_a_rate_that_has_no_place() -> None:
-    words = r"`Reweighting\(lr=0.1, solver=...\)`: .* Give one of the two"
+    words = "`Reweighting` has the weights of 59 samples and was given 60 training samples"
     with pytest.raises(ValueError, match=words):
-        Reweighting(network(), SampleWeights(3), lr=0.1, solver=StreamingIVSP)
+        trainer(tmp_path, max_steps=1).fit(module, datamodule=data_module())

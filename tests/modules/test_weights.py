@@ -29,7 +29,6 @@ def test_a_samples_weight_is_the_sigmoid_of_its_logit() -> None:
     logits = weights.logits.tolist()
     expected = [1 / (1 + 2.718281828459045 ** -logits[i]) for i in index.tolist()]
     assert weights(index).tolist() == pytest.approx(expected, rel=1e-6)
-    assert torch.equal(weights.touched(index), index)
     assert torch.equal(SampleWeights(3).values(), torch.full((3,), 0.5))
 
 
@@ -88,12 +87,6 @@ def one_step(n: int, index: Tensor, losses: Tensor) -> Tensor:
     optimizer = weights.optimizer(weights.parameters())
     w = weights(index)
     (w @ losses / w.sum()).backward()
-    dense = weights.logits.grad
-    assert dense is not None
-    touched = torch.unique(index)
-    weights.logits.grad = torch.sparse_coo_tensor(
-        touched[None], dense[touched], dense.shape, check_invariants=True
-    )
     optimizer.step()
     return weights.logits.detach()
 

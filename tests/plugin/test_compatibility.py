@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import (
     IVSP,
-    MEHA,
     BilevelError,
     Box,
     CertificateReport,
@@ -54,12 +52,12 @@ from lightning_bilevel import (
     PenaltyMonitor,
     SolverCallable,
     SolverMonitor,
+    stochastic,
 )
 from lightning_bilevel.reading import reading
 
 pytestmark = pytest.mark.compatibility
 
-MEHA_STEPS = partial(MEHA, alpha=0.02, beta=0.02, eta=0.02, gamma=0.5)
 BATCH = {"upper": samples(20, 1), "lower": samples(30, 2)}
 
 
@@ -498,9 +496,7 @@ class TestTrainingStep:
                 made = [torch.optim.Adam(self.parameters()) for _ in range(optimizers)]
                 return made[0] if optimizers == 1 else made
 
-        with pytest.raises(
-            MisconfigurationException, match="its `configure_optimizers` must return the solver"
-        ):
+        with pytest.raises(MisconfigurationException, match="has parameters of both levels"):
             fitted(tmp_path, Mine())
 
     def test_automatic_optimization_is_refused(self, tmp_path: Path) -> None:
@@ -533,7 +529,8 @@ class TestMiniBatches:
         return CombinedLoader(made, mode)  # type: ignore[arg-type]
 
     def run(self, tmp_path: Path, loader: Any) -> Any:
-        module = Weighting(solver=MEHA_STEPS, envelope=Envelope(0.1, 1.0, 1e-3))
+        meha = stochastic.MEHA(gamma=0.5)
+        module = Weighting(solver=None, method=meha, envelope=Envelope(0.1, 1.0, 1e-3))
         trainer(tmp_path, max_steps=6).fit(
             module, loader, DataLoader(TensorDataset(*samples(20, 3)), batch_size=20)
         )

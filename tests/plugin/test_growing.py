@@ -187,4 +187,4 @@ def test_hyper_cleaning_grows(tmp_path: Path) -> None:
     records = Sizes()
     trainer(tmp_path, max_steps=10, callbacks=[records]).fit(module, datamodule=digits)
     assert records.sizes == [40] * 3 + [300] * 7
-    assert len(module.weights) == 300
+    assert len(module.logits) == 300

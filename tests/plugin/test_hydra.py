@@ -10,7 +10,8 @@ import pytest
 import yaml
 from places import ROOT
 
-from lightning_bilevel import F2SA, MEHA
+from lightning_bilevel import MEHA
+from lightning_bilevel.stochastic import F2SA, TableRMS
 
 hydra = pytest.importorskip("hydra.utils", reason="Hydra is not installed")
 omegaconf = pytest.importorskip("omegaconf")
@@ -33,9 +34,10 @@ def test_the_snippet_of_the_documentation_trains(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         made.trainer.fit(made.model, datamodule=made.data)
     assert made.model.last_step.iteration == 2
-    (solver,) = made.trainer.optimizers
-    assert isinstance(solver, F2SA)
-    assert solver.param_groups[1]["lr"] == config["model"]["solver"]["lower_optimizer"]["lr"]
+    assert made.model.mini_batches.step.method == F2SA(multiplier=0.2)
+    upper, lower = made.trainer.optimizers
+    assert isinstance(upper, TableRMS)
+    assert lower.param_groups[0]["lr"] == config["model"]["lower_optimizer"]["lr"]
 
 
 def test_a_pair_is_a_list_in_yaml() -> None:

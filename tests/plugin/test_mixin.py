@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import (
     BOME,
+    F2SA,
     IVSP,
     MEHA,
     SLM,
@@ -154,8 +155,8 @@ def test_what_is_known_of_a_point_is_used_again_only_on_the_same_batch() -> None
     assert module._problem_on({"upper": samples(20, 1), "lower": batch["lower"]}) is not first
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_deterministic_solver_refuses_mini_batches(tmp_path: Any, shuffled: bool) -> None:
+@pytest.mark.parametrize(("solver", "shuffled"), [(MILD, False), (MILD, True), (F2SA, False)])
+def test_an_exact_solver_refuses_mini_batches(tmp_path: Any, solver: Any, shuffled: bool) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     size = 30 if shuffled else 10
@@ -163,12 +164,12 @@ def test_a_deterministic_solver_refuses_mini_batches(tmp_path: Any, shuffled: bo
         level: DataLoader(TensorDataset(*samples(30, s)), batch_size=size, shuffle=shuffled)
         for level, s in (("upper", 1), ("lower", 2))
     }
-    words = r"IVSP compares values of f and g.*Use `StreamingIVSP`.*FullBatchDataModule"
+    words = "other values than the one before.*FullBatchDataModule; or .*two torch optimisers"
     run = trainer(tmp_path, max_epochs=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(MisconfigurationException, match=words):
-            run.fit(Weighting(), loaders)
+            run.fit(Weighting(solver=solver), loaders)
 
 
 def test_a_frozen_parameter_is_a_constant(tmp_path: Any) -> None:
@@ -362,7 +363,7 @@ class Random(Weighting):
             Random,
             {},
             BilevelError,
-            "The upper-level function f was .* at the same point: .* Switch off dropout.* Or use `",
+            "The upper-level function f was .* at the same point: .* Or run on mini-batches: ",
         ),
         (
             Weighting,

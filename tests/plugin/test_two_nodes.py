@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import two_nodes
 from places import SUPPORT
 from starting import started
-from streaming_processes import joined
 
 pytestmark = pytest.mark.integration
 
@@ -51,16 +49,3 @@ def test_exact_mode_follows_the_path_of_one_process(nodes: Any, tmp_path: Path, 
     assert first["certificate"]["residual"] == pytest.approx(
         one["certificate"]["residual"], rel=1e-8, abs=1e-12
     )
-
-
-@pytest.mark.parametrize("case", two_nodes.STREAMING)
-def test_streaming_follows_the_path_of_one_process(nodes: Any, tmp_path: Path, case: str) -> None:
-    """One process is given the joined batches of both."""
-    ends = [node[case] for node in nodes]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        alone = two_nodes.run(case, tmp_path, joined(ends), max_epochs=1)
-    assert ends[0]["iterations"] == alone["iterations"] == 6
-    for name, value in alone["state"].items():
-        assert torch.equal(ends[0]["state"][name], ends[1]["state"][name]), name
-        torch.testing.assert_close(ends[0]["state"][name], value, rtol=0, atol=1e-12)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_bilevel import (
     F2BA,
-    F2SA,
     BilevelError,
     BilevelOptimizer,
     BilevelProblem,
@@ -32,7 +31,7 @@ from lightning_bilevel import (
 from lightning_bilevel.core.sets import Scaled
 from lightning_bilevel.solvers.hjfbio import _held
 from lightning_bilevel.solvers.lumei import Saddle, solve_saddle
-from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo, StreamInfo
+from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
 
 Make = Any
 closed_forms = pytest.mark.parametrize("problem", CLOSED_FORMS, ids=str)
@@ -382,11 +381,8 @@ def test_pbgd_free_solves_where_f_is_flat() -> None:
     assert point_of(optimizer)[1].item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("mini_batch", [False, True])
-def test_pbgd_free_refuses_an_upper_level_without_x(mini_batch: bool) -> None:
-    problem = BilevelProblem(
-        lambda x, y: (y**2).sum(), lambda x, y: ((y - x) ** 2).sum(), mini_batch=mini_batch
-    )
+def test_pbgd_free_refuses_an_upper_level_without_x() -> None:
+    problem = BilevelProblem(lambda x, y: (y**2).sum(), lambda x, y: ((y - x) ** 2).sum())
     optimizer = PBGDFree(groups(vector(1.0), vector(0.0)))
     with pytest.raises(
         BilevelError, match=r"f does not depend on x, so its gradient in x is 0"
@@ -452,10 +448,6 @@ def test_central_difference_on_a_bounded_set_runs() -> None:
             partial(F2BA, beta=1.5),
             r"`F2BA\(beta=1.5\)` must be at most 1: it is the share by which a centre follows.",
         ),
-        (
-            partial(F2BA, lower_clip=0.0),
-            r"`F2BA\(lower_clip=0.0\)` must be positive and finite, or None",
-        ),
         (partial(HJFBiO, delta=0.0), r"`HJFBiO\(delta=0.0\)` must be positive and finite."),
         (partial(HJFBiO, r=math.inf), r"`HJFBiO\(r=inf\)` must be positive and finite."),
         (partial(PBGDFree, gamma=0.0), r"`PBGDFree\(gamma=0.0\)` must be positive and finite."),
@@ -467,47 +459,6 @@ def test_central_difference_on_a_bounded_set_runs() -> None:
 def test_bad_argument_is_refused(make: Make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(groups(vector(0.0), vector(0.0)))
-
-
-# --- Torch optimisers and mini-batches ---
-@pytest.mark.parametrize("name", ["forward", "central", "prox", "hjfbio", "pbgd_free"])
-def test_torch_sgd_makes_the_steps_of_the_method(name: str) -> None:
-    make, y0, _, _ = BY_HAND[name]
-    rates = {"upper": 0.1, "lower": 0.5, "inner": 0.5}
-    levels = ("upper", "lower") if name == "pbgd_free" else ("upper", "lower", "inner")
-    by_torch = {f"{v}_optimizer": partial(torch.optim.SGD, lr=rates[v]) for v in levels}
-    start = (vector(0.0), vector(y0))
-    plain = run(make, simple(), *start, 5)
-    torched = run(partial(make, **by_torch), simple(), *start, 5)
-    for mine, theirs in zip(point_of(plain), point_of(torched), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
-    clipped = run(partial(make, upper_clip=1e-3), simple(), *start, 1)
-    assert point_of(clipped)[0].item() == pytest.approx(1e-4, rel=1e-2)
-
-
-def test_steps_on_mini_batches_by_hand() -> None:
-    """All from the old point: F2BA has f + (g(y) - g(z))/sigma above, PBGD-Free f alone."""
-    problem = simple(mini_batch=True)
-    f2ba = F2BA(groups(vector(0.0), vector(3.0)), eta=0.1, tau=0.5, sigma=0.5)
-    info = f2ba.step(problem=problem)
-    assert isinstance(info, StreamInfo)
-    assert (info.calls.passes, info.multiplier, info.gap) == (3, 2.0, 0.0)
-    # y: 3 - [2/2 + 3]/2, z: 3 - 3/2, x: 0.1 * 2 since y = z
-    assert [v.item() for v in point_of(f2ba)] == pytest.approx([0.2, 1.0])
-    assert f2ba.memory["z"].item() == pytest.approx(1.5)
-    f2ba.step(problem=problem)
-    # x: -1.8 + 2 [(0.2 - 1) - (0.2 - 1.5)] = -0.8
-    assert point_of(f2ba)[0].item() == pytest.approx(0.28)
-    free = PBGDFree(groups(vector(0.0), vector(3.0)), eta=0.1, alpha=0.5, gamma=2.0)
-    free.step(problem=problem)
-    free.step(problem=problem)
-    # y: 3, 1, 1 - [0 + 0.8]/2; x: 0.2, then 0.1 * 1.8 more
-    assert [v.item() for v in point_of(free)] == pytest.approx([0.38, 0.6])
-
-
-def test_who_runs_on_mini_batches() -> None:
-    kinds: list[type[BilevelOptimizer]] = [F2BA, F2SA, PBGDFree, HJFBiO, LuMei]
-    assert [kind.stochastic for kind in kinds] == [True, True, True, True, False]
 
 
 # --- Lu-Mei ---

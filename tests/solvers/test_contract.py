@@ -13,9 +13,7 @@ import pytest
 import torch
 from helpers import PROBLEMS, Problem, exact_residuals, groups, point_of
 from tables import (
-    BATCHED,
     SOLVERS,
-    STREAMING,
     Solver,
     dtype_of,
     every_pair,
@@ -141,9 +139,7 @@ def test_the_table_has_every_solver() -> None:
         for kind in public
         if issubclass(kind, BilevelOptimizer) and kind is not BilevelOptimizer
     }
-    assert {solver.kind for solver in (*SOLVERS.values(), *STREAMING.values())} == kinds
-    stochastic = {kind for kind in kinds if kind.stochastic}
-    assert {solver.kind for solver in (*STREAMING.values(), *BATCHED.values())} == stochastic
+    assert {solver.kind for solver in SOLVERS.values()} == kinds
     assert [solver.name for solver in SOLVERS.values() if solver.is_ivsp] == ["paper", "own"]
 
 

@@ -22,7 +22,6 @@ from lightning_bilevel import (
     SOBA,
     Ball,
     BilevelError,
-    BilevelOptimizer,
     BilevelProblem,
     Box,
     Calls,
@@ -473,7 +472,6 @@ def test_an_iteration_costs_what_the_docstring_states(solver: Any, calls: Calls)
         (partial(SOBA, products="fast"), r"`SOBA\(products='fast'\)` must be 'autograd' or"),
         (partial(SOBA, alpha=-1.0), r"`SOBA\(alpha=-1.0\)` must be positive and finite"),
         (partial(DARTS, xi=-0.1), r"`DARTS\(xi=-0.1\)` must be nonnegative and finite"),
-        (partial(DARTS, upper_clip=0.0), r"`DARTS\(upper_clip=0.0\)` must be positive and finite"),
     ],
 )
 def test_arguments_that_are_refused(make: Any, message: str) -> None:
@@ -504,76 +502,3 @@ def test_darts_with_no_slope_of_f_moves_x_along_f_alone() -> None:
     )
     got = direction(DARTS, problem, vector(1.0), vector(3.0))
     assert float(got) == 2.0
-
-
-# --- Torch optimisers ---
-
-SGD = partial(torch.optim.SGD, lr=0.05)
-SOLVERS = [
-    partial(AID, beta=0.05, T=3, N=3),
-    partial(SOBA, beta=0.05),
-    partial(DARTS, beta=0.05, xi=0.1),
-    partial(ITD, beta=0.05, T=4, K=3),
-]
-each = pytest.mark.parametrize("solver", SOLVERS, ids=["AID", "SOBA", "DARTS", "ITD"])
-
-
-def levels(solver: Any, **optimizers: Any) -> dict[str, Any]:
-    """ITD differentiates its own steps of y, so that it takes an optimiser of x alone."""
-    return {
-        name: value
-        for name, value in optimizers.items()
-        if solver.func is not ITD or not name.startswith("lower")
-    }
-
-
-def run(optimizer: BilevelOptimizer, steps: int) -> list[Tensor]:
-    problem = CLOSED_FORMS[1].build(Box(-2.0, 0.8))
-    path = []
-    for _ in range(steps):
-        optimizer.step(problem=problem)
-        path += point_of(optimizer)
-    return path
-
-
-@each
-def test_sgd_without_momentum_is_the_method_s_own_step(solver: Any) -> None:
-    start = (X, torch.zeros(closed_forms.NY, dtype=torch.float64))
-    own = solver(groups(*start), alpha=0.05)
-    torchs = solver(groups(*start), **levels(solver, upper_optimizer=SGD, lower_optimizer=SGD))
-    for a, b in zip(run(own, 6), run(torchs, 6), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@each
-@pytest.mark.parametrize(
-    "make",
-    [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.optim.AdamW, lr=0.02)],
-    ids=["momentum", "adamw"],
-)
-def test_with_torch_optimisers_a_resumed_run_is_the_same(solver: Any, make: Any) -> None:
-    more = levels(
-        solver, upper_optimizer=make, lower_optimizer=make, upper_clip=0.5, lower_clip=2.0
-    )
-    start = (X, torch.zeros(closed_forms.NY, dtype=torch.float64))
-    straight = solver(groups(*start), **more)
-    run(straight, 4)
-    resumed = solver(groups(*point_of(straight)), **more)
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    for a, b in zip(run(straight, 4), run(resumed, 4), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("solver", "words"),
-    [
-        (ITD, "ITD differentiates several steps, which must be on the same data.*use `SOBA`, w"),
-        (AID, "AID with conjugate gradients needs products.*use `AID.linear_solver=.neumann"),
-    ],
-    ids=["itd", "cg"],
-)
-def test_who_is_not_for_mini_batches(solver: Any, words: str) -> None:
-    problem = CLOSED_FORMS[0].build(mini_batch=True)
-    optimizer = solver(groups(X, torch.zeros(closed_forms.NY, dtype=torch.float64)))
-    with pytest.raises(BilevelError, match=words):
-        optimizer.step(problem=problem)

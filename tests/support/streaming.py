@@ -1,4 +1,4 @@
-"""Modules, loaders and solvers for runs on mini-batches."""
+"""Modules and loaders for runs on mini-batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_bilevel import F2SA, BilevelModule, Box
+from lightning_bilevel import BilevelModule, Box
+from lightning_bilevel.stochastic import F2SA
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-STREAMED = partial(F2SA, upper_optimizer=SGD, lower_optimizer=ADAMW)
+STREAMED: dict[str, Any] = {"method": F2SA(), "upper_optimizer": SGD, "lower_optimizer": ADAMW}
 
 
 class Streamed(BilevelModule):
@@ -27,7 +28,7 @@ class Streamed(BilevelModule):
         count: The number of lower samples.
         dropout: The probability of dropout.
         norm: Whether there is batch normalisation.
-        options: What else is declared.
+        options: What else is declared; with a solver the run is exact.
     """
 
     def __init__(
@@ -36,7 +37,6 @@ class Streamed(BilevelModule):
         *,
         dropout: float = 0.2,
         norm: bool = True,
-        solver: Any = STREAMED,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -44,12 +44,9 @@ class Streamed(BilevelModule):
         self.logits = nn.Parameter(torch.zeros(count))
         layers = [nn.Linear(2, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.Tanh()]
         self.network = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(8, 3))
-        self.declare(
-            upper=self.logits,
-            lower=self.network,
-            solver=solver,
-            **{"upper_set": Box(-8, 8), **options},
-        )
+        by_torch = {} if "solver" in options else STREAMED
+        given = {"upper_set": Box(-8, 8), **by_torch, **options}
+        self.declare(upper=self.logits, lower=self.network, **given)
 
     def upper_loss(self, batch: Any) -> Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])
@@ -62,14 +59,6 @@ class Streamed(BilevelModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits = self.network(batch[0])
         self.log("val_loss", cross_entropy(logits, batch[1]), batch_size=len(batch[0]))
-
-
-class Touching(Streamed):
-    """The same, which says which weights a batch touches."""
-
-    def upper_indices(self, batch: Any) -> Tensor:  # type: ignore[override]
-        index: Tensor = batch[2]
-        return index
 
 
 def loader(count: int, seed: int, size: int, **options: Any) -> DataLoader[Any]:

@@ -2,9 +2,7 @@
 
 An entry gives constants with which the method gets somewhere, and does not diverge, on every
 problem of `helpers.PROBLEMS` and of `parallel.problem`. IVSP stands here twice: as in the paper
-with all constants given, and with what it chooses itself. The second table has those that run on
-mini-batches, with constants for the problem of `finite_sum`; the third the optimisers that both
-levels may have. Those of the fourth run on mini-batches by their own iterations.
+with all constants given, and with what it chooses itself.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from lightning_bilevel import (
     PNGBiO,
     Solution,
     SolverCallable,
-    StreamingIVSP,
     solve,
 )
 
@@ -176,67 +173,6 @@ SOLVERS = {
     )
 }
 
-STREAMING = {
-    solver.name: solver
-    for solver in (
-        Solver("f2sa", F2SA, {"alpha": 0.05, "gamma": 0.1, "lambda0": 2.0}, 3, kept="z"),
-        Solver("vpbgd", VPBGD, {"alpha": 0.05, "beta": 0.1, "gamma": 2.0}, 3, kept="w"),
-        Solver("meha", MEHA, {**LONG, "c": 2.0}, 3, kept="theta"),
-        Solver("pngbio", PNGBiO, {**LONG, "c": 2.0}, 3, kept="theta"),
-        Solver("pngbio-joint", PNGBiO, {**LONG, "c": 2.0, "norms": "joint"}, 3, kept="theta"),
-        Solver("f2ba", F2BA, {"eta": 0.02, "tau": 0.1, "sigma": 0.5}, 3, kept="z"),
-        Solver(
-            "f2ba-central",
-            F2BA,
-            {"eta": 0.02, "tau": 0.1, "sigma": 0.25, "difference": "central"},
-            4,
-            kept="z",
-        ),
-        Solver(
-            "f2ba-prox",
-            F2BA,
-            {"eta": 0.02, "tau": 0.1, "sigma": 0.5, "rho": 2.0, "beta": 0.3},
-            3,
-            kept="z",
-        ),
-        Solver("pbgd_free", PBGDFree, {"eta": 0.05, "alpha": 0.1, "gamma": 2.0}, 3, kept="z"),
-        Solver("streaming-ivsp", StreamingIVSP, {"rho": 0.5, "gamma": 0.5}, 3, kept="z"),
-    )
-}
-
-# Those whose step on a mini-batch is their own iteration, or a part of it.
-_STEPS = {"alpha": 0.05, "beta": 0.2}
-BATCHED = {
-    solver.name: solver
-    for solver in (
-        Solver("soba", SOBA, _STEPS, 3, also=("v",)),
-        Solver("soba-difference", SOBA, {**_STEPS, "products": "difference"}, 4, also=("v",)),
-        Solver("darts", DARTS, {**_STEPS, "xi": 0.2}, 5),
-        Solver("darts-first", DARTS, {**_STEPS, "xi": 0.0}, 2, needs_x=True),
-        Solver(
-            "hjfbio", HJFBiO, {"gamma": 0.05, "lam": 0.2, "tau": 0.2, "r": 50.0}, 4, also=("v",)
-        ),
-        # An iteration takes 2 + 3 + 1 batches.
-        Solver("neumann", AID, {**_STEPS, "T": 2, "N": 3, "linear_solver": "neumann"}),
-        Solver("fixed-point", AID, {**_STEPS, "T": 2, "N": 3, "linear_solver": "fixed_point"}),
-    )
-}
-
-
-def _for_both(make: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    return {"upper_optimizer": make, "lower_optimizer": make}
-
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "momentum": _for_both(partial(torch.optim.SGD, lr=0.02, momentum=0.9)),
-    "adamw": _for_both(partial(torch.optim.AdamW, lr=0.02)),
-}
-
-every_streaming_solver = pytest.mark.parametrize("solver", STREAMING.values(), ids=str)
-every_batched_solver = pytest.mark.parametrize("solver", BATCHED.values(), ids=str)
-every_optimizer = pytest.mark.parametrize("optimizers", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-
 _CAPPED = pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
 
 
@@ -278,14 +214,6 @@ every_pair = pytest.mark.parametrize(
 def dtype_of(solver: Solver, problem: Problem) -> torch.dtype:
     """The dtypes alternate: every solver and every problem meets both, at half the time."""
     place = list(SOLVERS.values()).index(solver) + PROBLEMS.index(problem)
-    return (torch.float32, torch.float64)[place % 2]
-
-
-def batched_dtype(
-    solvers: dict[str, Solver], solver: Solver, optimizers: dict[str, Any]
-) -> torch.dtype:
-    """As :func:`dtype_of`: every solver of a table and all optimisers meet both."""
-    place = list(solvers.values()).index(solver) + list(OPTIMIZERS.values()).index(optimizers)
     return (torch.float32, torch.float64)[place % 2]
 
 

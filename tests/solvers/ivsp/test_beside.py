@@ -324,7 +324,7 @@ class TestSingleLevel:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("name", ["F2SA", "MEHA", "AID", "LuMei", "StreamingIVSP"])
+    @pytest.mark.parametrize("name", ["F2SA", "MEHA", "AID", "LuMei"])
     def test_other_methods_do_not_see_them(self, name: str) -> None:
         import lightning_bilevel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ _LONGEST = 3.0
 class TableRMS(Optimizer):
     r"""Steps of similar size for a table of which a batch touches a few entries, such as weights.
 
-    Each sample of a training set may have a weight (a logit) that is learnt. A batch sees a few of
-    them, and each has a gradient a few times in a run only. So an entry's own statistics, as Adam
-    keeps them, are of little use, and momentum would move entries that the batch does not speak of.
-    TableRMS keeps ONE mean square v for all entries, and its root r only grows. With the gradients
-    :math:`g_i` of the touched entries T in step t:
+    An entry has a gradient a few times in a run only, so its own statistics, as Adam keeps them,
+    are of little use, and momentum would move entries that the batch does not speak of. It keeps
+    ONE mean square v for all entries, and its root r only grows. With the gradients :math:`g_i` of
+    the entries T that are not 0 in step t:
 
     .. math::
         v_t &= 0.99\, v_{t-1} + 0.01\, \tfrac{1}{|T|} \sum_{i \in T} g_i^2, \qquad
@@ -32,24 +31,22 @@ class TableRMS(Optimizer):
         x_i &\leftarrow x_i - \text{lr} \cdot \operatorname{clip}(g_i / r_t,\; -3,\; 3),
           \qquad i \in T
 
-    Entries that are not touched stay as they are, bit for bit. A sparse gradient tells which ones
-    are touched; an entry of it that is 0 counts as touched. A dense gradient touches all. Give the
-    level a set such as ``Box(-8, 8)``: a logit beyond it is a weight of 0 or 1 all the same.
+    The other entries stay as they are, bit for bit: a sample outside of the batch has gradient 0.
+    Give the level a set such as ``Box(-8, 8)``: a logit beyond is a weight of 0 or 1 all the same.
 
     Args:
-        params: The parameters; each has its own mean square.
+        params: The parameters; each has its own mean square. Sparse gradients are taken too.
         lr: The rate: about how far an entry moves when it is touched.
     """
 
-    # It looks at all entries of a vector together, which is what it is for.
-    whole_vector: ClassVar[bool] = True
-
     def __init__(self, params: Iterable[Any], lr: float = 3.0) -> None:
+        if not lr >= 0:
+            raise ValueError(f"`TableRMS(lr={lr!r})` must be nonnegative.")
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the entries that the gradients touch."""
+        """Move the entries that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -66,17 +63,17 @@ class TableRMS(Optimizer):
         indices = None
         if gradient.is_sparse:
             gradient = gradient.coalesce()
-            indices = gradient._indices()
-            gradient = gradient._values()
-        if not gradient.numel():
-            return
+            indices = gradient.indices()
+            gradient = gradient.values()
         state = self.state[parameter]
         if not state:
             state["step"] = 0
             state["square"] = gradient.new_zeros(())
             state["rms"] = gradient.new_zeros(())
         state["step"] += 1
-        state["square"].mul_(_DECAY).add_(gradient.square().mean(), alpha=1 - _DECAY)
+        # The mean over the touched entries, without asking the device how many there are.
+        mean = gradient.square().sum() / (gradient != 0).sum().clamp(min=1)
+        state["square"].lerp_(mean, 1 - _DECAY)
         root = (state["square"] / (1 - _DECAY ** state["step"])).sqrt_()
         torch.maximum(state["rms"], root, out=state["rms"])
         # No gradient so far: 0 divided by the smallest number is 0.
@@ -84,7 +81,5 @@ class TableRMS(Optimizer):
         move = (gradient / size).clamp_(-_LONGEST, _LONGEST)
         if indices is None:
             parameter.sub_(move, alpha=lr)
-        elif len(indices) == 1:
-            parameter.index_add_(0, indices[0], move, alpha=-lr)
         else:
             parameter.index_put_(tuple(indices), -lr * move, accumulate=True)
