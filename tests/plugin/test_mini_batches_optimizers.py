@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, SparseAdam
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lightning_bilevel import BilevelModule
@@ -76,17 +76,19 @@ def _matrices(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda net: [Muon(_matrices(net)[0], lr=1e-2), AdamW(_matrices(net)[1])],
-        lambda net: [Adafactor(net.parameters())],
-        lambda net: [AdamW(net.parameters(), fused=True)],
-    ],
-    ids=["muon and adamw", "adafactor", "fused"],
-)
-def test_optimizers_of_any_kind(make: Callable[[nn.Module], list[Optimizer]]) -> None:
+KINDS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "Muon": lambda net: [torch.optim.Muon(_matrices(net)[0], lr=1e-2), AdamW(_matrices(net)[1])],
+    "Adafactor": lambda net: [torch.optim.Adafactor(net.parameters())],
+    "AdamW": lambda net: [AdamW(net.parameters(), fused=True)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_any_kind(kind: str) -> None:
     """A run with a = 0 and z = y at first is plain training: of y by a loop, twice."""
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+    make = KINDS[kind]
 
     class Kinds(Cleaner):
         def configure_optimizers(self) -> Any:

@@ -21,7 +21,7 @@ from by_hand import (
     two_groups,
 )
 from lightning.pytorch import Trainer
-from torch.optim import SGD, Adafactor, Optimizer, RMSprop
+from torch.optim import SGD, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lightning_bilevel import Power
@@ -54,11 +54,19 @@ def test_every_penalty_method(
     compare(method, adamw, one_cycle, clip, accumulate, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "make", [sgd, lambda p: Adafactor(two_groups(p)), lambda p: RMSprop(two_groups(p))]
-)
-def test_other_optimizers(make: Make, tmp_path: Path) -> None:
-    compare(F2SA(0.7), make, partial(CosineAnnealingLR, T_max=STEPS), 1.0, 1, tmp_path)
+KINDS: dict[str, Make] = {
+    "SGD": sgd,
+    "Adafactor": lambda p: torch.optim.Adafactor(two_groups(p)),
+    "RMSprop": lambda p: RMSprop(two_groups(p)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_optimizers(kind: str, tmp_path: Path) -> None:
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+    cosine = partial(CosineAnnealingLR, T_max=STEPS)
+    compare(F2SA(0.7), KINDS[kind], cosine, 1.0, 1, tmp_path)
 
 
 def compare(
