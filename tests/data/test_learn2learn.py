@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 
 from lightning_bilevel import (
     BOME,
-    F2SA,
     Episodes,
     FewShot,
     GlyphEpisodes,
     TaskEpisodes,
     draw_glyphs,
 )
+from lightning_bilevel.stochastic import F2SA
 
 # learn2learn is unmaintained and warns at its import.
 pytestmark = [pytest.mark.learn2learn, pytest.mark.filterwarnings("ignore")]
@@ -72,7 +72,7 @@ def test_a_taskset_is_a_source_of_fresh_episodes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     adam = partial(torch.optim.Adam, lr=1e-2)
     module = FewShot(
-        tasks=2, ways=3, channels=4, image_size=16, solver=partial(F2SA, upper_optimizer=adam)
+        tasks=2, ways=3, channels=4, image_size=16, method=F2SA(), upper_optimizer=adam
     )
     run = trainer(tmp_path, max_steps=5)
     data = TaskEpisodes(pool, pool, pool, epoch_length=5, tasks_per_batch=2)
