@@ -124,7 +124,7 @@ class CertifiedPoints(DeclaredLevels):
             return None
         if stream is not None:
             problem, data = stream.evaluated(batch, sample, batches)
-            name = f"the last iterate, step {iteration}"
+            name = run.shown or f"the last iterate, step {iteration}"
             tracked = declared.method is not None and declared.method.envelope is not None
             if multiplier is None and tracked and isinstance(self.last_step, StreamInfo):
                 multiplier = float(self.last_step.multiplier)

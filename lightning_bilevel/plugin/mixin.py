@@ -95,6 +95,7 @@ class BilevelMixin(CertifiedPoints):
         """Do one outer iteration, or one step on a mini-batch."""
         if self.mini_batches is not None:
             self.last_step = self.mini_batches.training_step(self, batch, batch_idx)
+            self._run.has_moved()
             return
         trainer: Any = self._module().trainer
         # Lightning counts only steps through its own wrapper of the optimizer.
@@ -172,7 +173,7 @@ class BilevelMixin(CertifiedPoints):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which solver and which problem it belongs to."""
         if self.mini_batches is not None:
-            checkpoint[KEY] = {"mini_batches": True}
+            checkpoint[KEY] = {"mini_batches": True, "last": self._run.last}
             super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
             return
         run = self._run
@@ -198,6 +199,8 @@ class BilevelMixin(CertifiedPoints):
         if by_torch or checkpoint.get(KEY, {}).get("mini_batches"):
             if trainer is not None and trainer.precision == "64-true":
                 module.double()
+            if resumes:
+                checkpoint["state_dict"] |= checkpoint.get(KEY, {}).get("last") or {}
             super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
             return
         declared.resolve()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
+from lightning_bilevel import Envelope
 from lightning_bilevel.stochastic import DARTS, F2SA, MEHA, SOBA, Method, StreamingIVSP
 
 
@@ -82,3 +83,30 @@ def test_a_model_for_use_ignores_z(tmp_path: Path) -> None:
     module = Cleaner.load_from_checkpoint(saved)
     for name, value in module.state_dict().items():
         assert torch.equal(value, content["state_dict"][name])
+
+
+def test_a_restored_point_does_not_change_where_the_run_goes_on(tmp_path: Path) -> None:
+    """The checkpoint has the last point; the next step forgets the multiplier of the other one."""
+    saved = tmp_path / "a.ckpt"
+    torch.manual_seed(0)
+    module = Cleaner(F2SA(), envelope=Envelope(rho=0.1, sigma=0.0, delta=1e-3))
+    data = batches(5, torch.float32)
+    options = {**OPTIONS, "enable_checkpointing": False}
+    first = Trainer(max_epochs=1, **options)
+    first.fit(module, Stateful(data))
+    last = {name: value.clone() for name, value in module.state_dict().items()}
+    module.restore(tuple(torch.zeros_like(v) for v in module.point), 3.0)
+    certificate = module.certify()
+    assert certificate is not None
+    assert certificate.multiplier == 3.0
+    assert "restored" in certificate.point
+    first.save_checkpoint(saved)
+    again = Cleaner(F2SA())
+    Trainer(max_epochs=1, **options).fit(again, Stateful(data), ckpt_path=saved)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, last[name]), name
+    Trainer(max_epochs=1, **options).fit(module, Stateful(data))
+    after = module.certify()
+    assert after is not None
+    assert after.multiplier != 3.0
+    assert after.point.startswith("the last iterate")
