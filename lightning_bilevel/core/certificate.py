@@ -280,15 +280,15 @@ def _look_below(
     passes: int | None,
 ) -> tuple[MoreauPoint, Tensor, float]:
     """Return R with its gradients, the gradient of g in y, and the accuracy of the former."""
-    lower = problem.at(x, remember=False)
+    lower = problem.at(x)
     prox = partial(precise_prox, lower, y, envelope.rho, problem.lower_set)
     if passes is None:
         z = prox(tolerance=tolerance)
     else:
         z = prox(tolerance=tolerance, max_iterations=passes, best_effort=True)
         tolerance = max(tolerance, _accuracy(problem, lower, y, z, envelope.rho))
-    slope = lower.gradient(y, keep=True)
-    return evaluate_gap(lower, y, z, envelope), slope, tolerance
+    slope = lower.gradient(y)
+    return evaluate_gap(lower, y, z, envelope, slope), slope, tolerance
 
 
 def _accuracy(

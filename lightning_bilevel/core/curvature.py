@@ -13,37 +13,51 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sets import ConvexSet, Product
+from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["coupling", "lower_curvature", "reachable_envelope", "upper_curvature"]
 
 
 def lower_curvature(
-    problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10, *, remember: bool = True
+    problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 10, unit: float = 1.0
 ) -> float:
     r"""Estimate :math:`L_{yy}`, the Lipschitz constant of :math:`\nabla_y g(x, \cdot)`, at y.
 
     Each step of the power iteration takes one gradient of g, and so does its start. All points lie
-    in Y. Unless it is to be remembered, g(x, .) is dropped with its features.
+    in Y. The estimate is that of y in the unit.
     """
-    return _largest(problem.at(x, remember=remember).gradient, y, problem.lower_set, steps)
+    lower, feasible = problem.at(x), problem.lower_set
+    return _largest(
+        lambda v: unit * lower.gradient(unit * v),
+        y / unit,
+        lambda v: feasible.project(unit * v) / unit,
+        steps,
+    )
 
 
-def upper_curvature(problem: BilevelProblem, x: Tensor, y: Tensor, steps: int = 4) -> float:
-    r"""Estimate the Lipschitz constant of :math:`\nabla f` at (x, y).
+def upper_curvature(
+    problem: BilevelProblem, x: Tensor, y: Tensor, metric: Metric, steps: int = 4
+) -> float:
+    r"""Estimate the Lipschitz constant of :math:`\nabla f` at (x, y), in the units of the metric.
 
     Each step of the power iteration takes one pass of f.
     """
+    split = metric.split
+    both = Product([problem.upper_set, problem.lower_set], [split, y.numel()])
 
     def gradient(w: Tensor) -> Tensor:
-        f = problem.upper(w[: x.numel()], w[x.numel() :])
-        return torch.cat([f.grad_x, f.grad_y])
+        w = metric.scaled(w, 1)
+        f = problem.upper(w[:split], w[split:])
+        return metric.scaled(torch.cat([f.grad_x, f.grad_y]), 1)
 
-    both = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
-    return _largest(gradient, torch.cat([x, y]), both, steps)
+    def project(w: Tensor) -> Tensor:
+        return metric.scaled(both.project(metric.scaled(w, 1)), -1)
+
+    return _largest(gradient, metric.scaled(torch.cat([x, y]), -1), project, steps)
 
 
 def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
@@ -56,7 +70,10 @@ def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
 
 
 def _largest(
-    gradient: Callable[[Tensor], Tensor], w: Tensor, feasible: ConvexSet, steps: int
+    gradient: Callable[[Tensor], Tensor],
+    w: Tensor,
+    project: Callable[[Tensor], Tensor],
+    steps: int,
 ) -> float:
     """Return the largest |gradient(w + d) - gradient(w)| / |d| of a power iteration in the set."""
     start = gradient(w)
@@ -69,9 +86,9 @@ def _largest(
     v = torch.randn(w.numel(), generator=generator, dtype=torch.float64, device="cpu").to(w)
     v = v + _unit(start) * w.numel() ** 0.5
     for _ in range(steps):
-        moved = feasible.project(w + length * _unit(v))
+        moved = project(w + length * _unit(v))
         if norm(moved - w) < 0.5 * length:
-            moved = feasible.project(w - length * _unit(v))
+            moved = project(w - length * _unit(v))
         distance = norm(moved - w)
         if distance == 0.0:
             break
@@ -117,7 +134,7 @@ def reachable_envelope(
         wanted: The envelope to begin with.
         steps: The steps of the power iteration. Each is a gradient of g, and there is one more.
     """
-    curvature = lower_curvature(problem, x, y, steps, remember=False)
+    curvature = lower_curvature(problem, x, y, steps)
     if 4 * wanted.rho * curvature <= 1:
         return wanted
     rho = 1 / (4 * curvature)

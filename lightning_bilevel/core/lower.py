@@ -2,7 +2,8 @@ r"""The lower level g(x, .), split into parts that depend on x alone or on y alo
 
 .. math:: g(x, y) = \sum_{\text{chunks}} \text{loss}(\text{features}(x), \text{outputs}(y))
 
-Features are computed once per x. The outputs of the last two points y are kept for later calls.
+:class:`LowerLevel` is a handle of x: features(x) is computed once. :class:`LowerPoint` is a handle
+of y: outputs(y) is computed once, for any x. Who meets a point again holds its handle.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 
 from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
-from lightning_bilevel.core.stamp import Stamp
 
 __all__ = [
+    "At",
     "FullGap",
     "Function",
     "Gap",
     "LowerLevel",
+    "LowerPoint",
     "LowerTerm",
     "Part",
     "Products",
-    "RecentPoints",
     "nothing",
-    "rescaled",
+    "vector",
     "weighted",
 ]
 
@@ -57,27 +58,12 @@ class LowerTerm:
         return self.loss(self.features_at(x), self.outputs_at(y))
 
     def features_at(self, x: Tensor) -> Any:
-        """Return features(x)."""
         return x if self.features is None else self.features(x)
 
     def outputs_at(self, y: Tensor) -> Any:
-        """Return outputs(y)."""
         return y if self.outputs is None else self.outputs(y)
 
-    def in_units(self, upper: float, lower: float) -> LowerTerm:
-        """Return the same in the variables u, v with x = upper * u and y = lower * v."""
-        # The unit belongs to the function that takes the variable: the part, or else the loss.
-        loss = rescaled(
-            self.loss,
-            upper if self.features is None else 1.0,
-            lower if self.outputs is None else 1.0,
-        )
-        return LowerTerm(
-            loss, _part_in_unit(self.features, upper), _part_in_unit(self.outputs, lower)
-        )
-
     def weighted(self, weight: float) -> LowerTerm:
-        """Return weight * g."""
         return LowerTerm(weighted(self.loss, weight), self.features, self.outputs)
 
 
@@ -116,148 +102,106 @@ class Products(NamedTuple):
     xy: Tensor
 
 
-class _Point(NamedTuple):
-    """A point y as a leaf, and outputs(y) with its graph if several passes share it."""
+class LowerPoint:
+    """A point y that is met more than once: the first evaluation keeps outputs(y) with its graph.
 
-    stamp: Stamp
-    leaf: Tensor
-    shared: Any = None
+    Several chunks keep nothing: the graphs of all chunks together do not fit into memory.
+    """
 
-    def outputs(self, term: LowerTerm, *, constant: bool = False) -> Any:
-        """Return the loss's second argument; ``constant`` leaves out its graph."""
-        if self.shared is not None:
-            return map_tensors(Tensor.detach, self.shared) if constant else self.shared
-        return term.outputs_at(self.leaf.detach() if constant else self.leaf)
+    __slots__ = ("_outputs", "keeps", "leaf")
 
+    def __init__(self, y: Tensor, keeps: bool = True) -> None:
+        self.leaf = leaf(y)
+        self.keeps = keeps
+        self._outputs: Any = None
 
-class RecentPoints:
-    """The last two points y, for any x, each with outputs(y) and its graph; the newest is last."""
-
-    def __init__(self) -> None:
-        self._points: list[_Point] = []
-
-    def at(self, y: Tensor, outputs: Part | None, remember: bool) -> _Point:
-        """Return y as a leaf; with outputs(y) if y is among the points or is to be remembered."""
-        found = next((point for point in self._points if point.stamp.is_still(y)), None)
-        if outputs is None or (found is None and not remember):
-            return _Point(Stamp(y), leaf(y))
-        # A gap needs two points. The older one is dropped before a new one is computed, so there
-        # are never three graphs.
-        self._points = [point for point in self._points if point is not found][-1:]
-        if found is None:
-            new = leaf(y)
+    def outputs(self, part: Part) -> Any:
+        if self._outputs is None:
             with torch.enable_grad():
-                found = _Point(Stamp(y), new, outputs(new))
-        self._points.append(found)
-        return found
+                self._outputs = part(self.leaf)
+        return self._outputs
 
-    def forget(self) -> None:
-        """Drop all points."""
-        self._points = []
+    def release(self) -> None:
+        """Free the graph; a later evaluation computes it again."""
+        self._outputs = None
+
+
+# A tensor is a point that is met once.
+At = Tensor | LowerPoint
 
 
 class LowerLevel:
-    """g(x, .) at a fixed x; features(x) is computed once.
+    """g(x, .) at a fixed x.
 
     Args:
         terms: g, one term per chunk.
         x: The upper-level variables.
         passes: Sums the terms and counts the evaluations.
-        recent: The last points y, possibly from another x.
     """
 
-    def __init__(
-        self, terms: Sequence[LowerTerm], x: Tensor, passes: Passes, recent: RecentPoints
-    ) -> None:
+    def __init__(self, terms: Sequence[LowerTerm], x: Tensor, passes: Passes) -> None:
         self.x = leaf(x)
-        self._stamp = Stamp(x)
         self._terms = terms
         self._passes = passes
-        self._recent = recent
-        # With several chunks no outputs are shared: the graphs of all chunks together do not fit
-        # into memory.
-        self._outputs = terms[0].outputs if len(terms) == 1 else None
-        # The features with their graph, for the first gap. With several chunks they are computed
-        # again chunk by chunk, for the same reason.
+        self._shares_outputs = len(terms) == 1 and terms[0].outputs is not None
+        # features(x) without a graph, one entry per chunk.
+        self._features: list[Any] | None = None
+        # The features with their graph, for the first gap at this x; of a single chunk only.
         self._graph: Any = None
-        self._features: list[Any]
-        # The point of the last call with ``keep``, and the gradient of g there.
-        self._kept: tuple[Stamp, Tensor] | None = None
-        if len(terms) == 1 and terms[0].features is not None:
-            with torch.enable_grad():
-                self._graph = terms[0].features(self.x)
-            self._features = [map_tensors(Tensor.detach, self._graph)]
-        else:
-            with torch.no_grad():
-                self._features = [
-                    map_tensors(Tensor.detach, term.features_at(self.x)) for term in terms
-                ]
 
-    def is_at(self, x: Tensor) -> bool:
-        """Tell whether this is g(x, .): x is the same tensor, and unchanged."""
-        return self._stamp.is_still(x)
+    def release(self) -> None:
+        """Free the features; a later evaluation computes them again."""
+        self._features = self._graph = None
 
-    def value(self, z: Tensor) -> float:
+    def value(self, z: At) -> float:
         """Return g(x, z) without a gradient, which counts as a third of a pass."""
         self._passes.calls += Calls(values=1)
-        return self._passes.value("g", self._at(self._point(z)), (self.x, z))
+        point = _point(z)
+        return self._passes.value("g", self._at(point), (self.x, point.leaf))
 
-    def gradient(self, z: Tensor, keep: bool = False) -> Tensor:
-        """Return the gradient of g(x, .) at z.
+    def gradient(self, z: At) -> Tensor:
+        r"""Return :math:`\nabla_y g(x, z)`."""
+        return self.value_and_gradient(z)[1]
 
-        ``keep`` saves it for a gap g(x, z) - g(x, .) that follows and needs it.
-        """
-        return self.value_and_gradient(z, keep)[1]
-
-    def value_and_gradient(self, z: Tensor, keep: bool = False) -> tuple[float, Tensor]:
-        """Return g(x, z) and the gradient of g(x, .) at z; ``keep`` is that of :meth:`gradient`."""
+    def value_and_gradient(self, z: At) -> tuple[float, Tensor]:
         self._passes.calls += Calls(lower=1)
-        # Points inside an inner loop are visited once, so they are not remembered.
-        point = self._point(z, remember=keep)
-        retain = point.shared is not None
-        value, (grad,) = self._passes.differentiate(
-            "g", self._at(point), (point.leaf,), retain=retain
+        point = _point(z)
+        (value,), (grad,) = self._passes.differentiate(
+            "g", self._at(point), (point.leaf,), retain=self._keeps(point)
         )
-        slope = coupled("g", grad)
-        if keep:
-            self._kept = point.stamp, slope
-        return value, slope
+        return value, coupled("g", grad)
 
-    def gap(self, y: Tensor, z: Tensor) -> Gap:
-        """Return g(x, y), g(x, z) and the gradients of their difference, by one backward pass."""
-        point = self._point(y)
-        if self._kept is not None and self._kept[0].is_still(y):
-            # The gradient in y was kept, so the backward pass goes to x only.
-            (value_y, value_z), (grad_x,) = self._difference(point, z, (self.x,))
-            grad_y = self._kept[1]
-        else:
-            (value_y, value_z), (grad_x, new) = self._difference(point, z, (self.x, point.leaf))
-            grad_y = coupled("g", new)
+    def gap(self, y: At, z: At, grad_y: Tensor | None = None) -> Gap:
+        """Return g(x, y), g(x, z) and the gradients of their difference, by one backward pass.
+
+        Args:
+            y: The point.
+            z: The point that is a constant.
+            grad_y: The gradient of g(x, .) at y, if it is known: the backward pass goes to x only.
+        """
+        point = _point(y)
+        inputs = (self.x, point.leaf) if grad_y is None else (self.x,)
+        (value_y, value_z), (grad_x, *new) = self._difference(point, _point(z), inputs)
+        grad_y = coupled("g", new[0]) if grad_y is None else grad_y
         return Gap(value_y, value_z, or_zeros(grad_x, self.x), grad_y)
 
-    def gap_x(self, y: Tensor, z: Tensor) -> tuple[float, Tensor]:
+    def gap_x(self, y: At, z: At) -> tuple[float, Tensor]:
         """Return g(x, y), and the gradient of g(x, y) - g(x, z) in x alone."""
-        (value_y, _), (grad,) = self._difference(self._point(y), z, (self.x,))
+        (value_y, _), (grad,) = self._difference(_point(y), _point(z), (self.x,))
         return value_y, or_zeros(grad, self.x)
 
     def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
-        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z.
-
-        This too is one backward pass. Nothing is remembered: such points are visited once.
-        """
-        # Two points of their own: y and z may be one tensor, and then have a gradient each.
-        first = _Point(Stamp(y), leaf(y))
-        second = _Point(Stamp(z), leaf(z))
+        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z, by one backward pass."""
+        # Two handles: y and z may be one tensor, and then have a gradient each.
+        first, second = LowerPoint(y, keeps=False), LowerPoint(z, keeps=False)
         inputs = (self.x, first.leaf, second.leaf)
-        (value_y, value_z), (grad_x, grad_y, minus_grad_z) = self._differentiate_pair(
-            first, second, inputs
-        )
+        (value_y, value_z), (grad_x, grad_y, minus) = self._difference(first, second, inputs)
         return FullGap(
             value_y,
             value_z,
             or_zeros(grad_x, self.x),
             coupled("g", grad_y),
-            -coupled("g", minus_grad_z),
+            -coupled("g", minus),
         )
 
     def products(self, y: Tensor, v: Tensor) -> Products:
@@ -265,90 +209,85 @@ class LowerLevel:
 
         They are computed by double differentiation. No graph is kept.
         """
-        point = self._point(y, remember=False)
+        point = LowerPoint(y, keeps=False)
         value, (grad_y, yy, xy) = self._twice(point, v, (point.leaf, self.x))
         return Products(value, coupled("g", grad_y), or_zeros(yy, y), or_zeros(xy, self.x))
 
-    def curvature(self, y: Tensor, v: Tensor) -> Tensor:
-        """Return the product of the second derivative of g in y with v alone; x is a constant."""
-        point = self._point(y)
-        _, (grad_y, yy) = self._twice(point, v, (point.leaf,))
+    def curvature(self, y: LowerPoint, v: Tensor) -> Tensor:
+        r"""Return :math:`\nabla^2_{yy} g(x, y)\, v` alone; x is a constant."""
+        _, (grad_y, yy) = self._twice(y, v, (y.leaf,))
         coupled("g", grad_y)
-        return or_zeros(yy, y)
+        return or_zeros(yy, y.leaf)
 
-    def _twice(
-        self, point: _Point, v: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[float, list[Tensor | None]]:
-        """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
-        self._passes.calls += Calls(products=1)
-        in_y_alone = len(inputs) == 1
-
-        def evaluate(term: LowerTerm, constant: Any) -> Tensor:
-            if in_y_alone:
-                features = constant
-            elif self._graph is not None:
-                features = self._graph
+    def _constants(self) -> list[Any]:
+        """Return the features of each chunk, without a graph."""
+        if self._features is None:
+            if len(self._terms) == 1 and self._terms[0].features is not None:
+                with torch.enable_grad():
+                    self._graph = self._terms[0].features(self.x)
+                self._features = [map_tensors(Tensor.detach, self._graph)]
             else:
-                features = term.features_at(self.x)
-            return term.loss(features, point.outputs(term))
+                with torch.no_grad():
+                    self._features = [
+                        map_tensors(Tensor.detach, term.features_at(self.x)) for term in self._terms
+                    ]
+        return self._features
 
-        terms = [
-            partial(evaluate, term, constant)
-            for term, constant in zip(self._terms, self._features, strict=True)
-        ]
-        return self._passes.differentiate_twice("g", terms, point.leaf, v, inputs)
+    def _keeps(self, point: LowerPoint) -> bool:
+        return point.keeps and self._shares_outputs
 
-    def _point(self, y: Tensor, remember: bool = True) -> _Point:
-        return self._recent.at(y, self._outputs, remember)
+    def _outputs(self, term: LowerTerm, point: LowerPoint, constant: bool = False) -> Any:
+        """Return the second argument of a loss; ``constant`` leaves out its graph."""
+        if term.outputs is not None and self._keeps(point):
+            shared = point.outputs(term.outputs)
+            return map_tensors(Tensor.detach, shared) if constant else shared
+        return term.outputs_at(point.leaf.detach() if constant else point.leaf)
 
-    def _at(self, point: _Point) -> list[Callable[[], Tensor]]:
+    def _at(self, point: LowerPoint) -> list[Callable[[], tuple[Tensor]]]:
         """Return the terms of g at a point, with x as a constant."""
-
-        def evaluate(term: LowerTerm, features: Any) -> Tensor:
-            return term.loss(features, point.outputs(term))
-
         return [
-            partial(evaluate, term, features)
-            for term, features in zip(self._terms, self._features, strict=True)
+            partial(lambda term, fixed: (term.loss(fixed, self._outputs(term, point)),), *pair)
+            for pair in zip(self._terms, self._constants(), strict=True)
         ]
 
     def _difference(
-        self, y: _Point, z: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[tuple[float, float], list[Tensor | None]]:
-        """Differentiate g(x, y) - g(x, z) in x, or in x and y; z is a constant."""
-        return self._differentiate_pair(y, self._point(z), inputs)
-
-    def _differentiate_pair(
-        self, y: _Point, z: _Point, inputs: tuple[Tensor, ...]
-    ) -> tuple[tuple[float, float], list[Tensor | None]]:
+        self, y: LowerPoint, z: LowerPoint, inputs: tuple[Tensor, ...]
+    ) -> tuple[list[float], list[Tensor | None]]:
         """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
         self._passes.calls += Calls(gap=1)
+        self._constants()
         # The backward pass uses up the graph of the features.
-        graph = self._graph
-        self._graph = None
+        graph, self._graph = self._graph, None
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
             features = term.features_at(self.x) if graph is None else graph
-            first = term.loss(features, y.outputs(term, constant=len(inputs) < 2))
-            return first, term.loss(features, z.outputs(term, constant=len(inputs) < 3))
+            first = term.loss(features, self._outputs(term, y, constant=len(inputs) < 2))
+            return first, term.loss(features, self._outputs(term, z, constant=len(inputs) < 3))
 
-        pairs = [partial(pair, term) for term in self._terms]
-        return self._passes.differentiate_difference(
-            "g", pairs, inputs, retain=y.shared is not None
+        return self._passes.differentiate(
+            "g", [partial(pair, term) for term in self._terms], inputs, retain=self._keeps(y)
         )
 
+    def _twice(
+        self, point: LowerPoint, v: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[float, list[Tensor | None]]:
+        """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
+        self._passes.calls += Calls(products=1)
 
-def rescaled(function: Function, upper: float, lower: float) -> Function:
-    """Return (u, v) -> function(upper * u, lower * v)."""
-    if upper == lower == 1.0:
-        return function
-    if upper == 1.0:
-        return lambda u, v: function(u, lower * v)
-    return lambda u, v: function(upper * u, v if lower == 1.0 else lower * v)
+        def evaluate(term: LowerTerm, constant: Any) -> tuple[Tensor]:
+            features = constant
+            if len(inputs) > 1:
+                features = term.features_at(self.x) if self._graph is None else self._graph
+            return (term.loss(features, self._outputs(term, point)),)
+
+        terms = [
+            partial(evaluate, term, constant)
+            for term, constant in zip(self._terms, self._constants(), strict=True)
+        ]
+        return self._passes.differentiate_twice("g", terms, point.leaf, v, inputs)
 
 
 def weighted(function: Function, weight: float) -> Function:
-    """Return weight * function."""
     return function if weight == 1.0 else lambda x, y: weight * function(x, y)
 
 
@@ -357,5 +296,10 @@ def nothing(x: Any, y: Tensor) -> Tensor:
     return 0.0 * y.sum()
 
 
-def _part_in_unit(part: Part | None, unit: float) -> Part | None:
-    return part if part is None or unit == 1.0 else lambda v: part(unit * v)
+def _point(y: At) -> LowerPoint:
+    return y if isinstance(y, LowerPoint) else LowerPoint(y, keeps=False)
+
+
+def vector(y: At) -> Tensor:
+    """Return the point without a graph."""
+    return y.leaf.detach() if isinstance(y, LowerPoint) else y

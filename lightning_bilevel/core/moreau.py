@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.lower import At, LowerLevel, vector
 from lightning_bilevel.core.vectors import squared_distance
 
 __all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error"]
@@ -60,6 +60,13 @@ class Envelope:
     def modulus(self) -> float:
         r""":math:`m = 1/\rho - \sigma`, the strong-convexity modulus of psi."""
         return 1 / self.rho - self.sigma
+
+    def in_unit(self, unit: float) -> Envelope:
+        r"""Return the envelope in y = unit * v of one in v, where :math:`\|v - v'\|` measures.
+
+        :math:`\|v - v'\|^2 / (2\rho) = \|y - y'\|^2 / (2 \rho\,\text{unit}^2)`.
+        """
+        return Envelope(self.rho * unit**2, self.sigma / unit**2, self.delta)
 
     def distance_bound(self, violation: float = 0.0) -> float:
         r"""Return :math:`\sqrt{2\rho(\delta + v) / (1 - \rho\sigma)}`, a bound of |y - z|.
@@ -116,9 +123,15 @@ def gradient_error(
     )
 
 
-def evaluate_gap(lower: LowerLevel, y: Tensor, z: Tensor, envelope: Envelope) -> MoreauPoint:
-    """Return R and its gradient for a given z~, by one pass of g(x, y) - g(x, z~)."""
-    gap = lower.gap(y, z)
+def evaluate_gap(
+    lower: LowerLevel, at_y: At, at_z: At, envelope: Envelope, grad_y: Tensor | None = None
+) -> MoreauPoint:
+    r"""Return R and its gradient for a given z~, by one pass of g(x, y) - g(x, z~).
+
+    ``grad_y`` is :math:`\nabla_y g(x, y)`, if it is known.
+    """
+    gap = lower.gap(at_y, at_z, grad_y)
+    y, z = vector(at_y), vector(at_z)
     residual = (
         gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
     )

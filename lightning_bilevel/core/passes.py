@@ -34,6 +34,8 @@ __all__ = [
 Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
 Gradients = list[Tensor | None]
+# One chunk of a function: its value, or the two values of a difference.
+Term = Callable[[], tuple[Tensor, ...]]
 
 NAMES = {"f": "The upper-level function f", "g": "The lower-level function g"}
 
@@ -96,11 +98,11 @@ class Passes:
         self._differentiable = False
 
     def value(
-        self, name: str, terms: Sequence[Callable[[], Tensor]], inputs: tuple[Tensor, ...]
+        self, name: str, terms: Sequence[Term], inputs: tuple[Tensor, ...]
     ) -> float:
         """Return the sum of the terms without a gradient; only an error message uses the inputs."""
         with torch.no_grad():
-            values = [term() for term in terms]
+            values = [value for term in terms for value in term()]
         for value in values:
             check_scalar(name, value)
         total = torch.stack(values).double().sum()
@@ -113,35 +115,47 @@ class Passes:
     def differentiate(
         self,
         name: str,
-        terms: Sequence[Callable[[], Tensor]],
+        terms: Sequence[Term],
         inputs: tuple[Tensor, ...],
         *,
         retain: bool = False,
-    ) -> tuple[float, Gradients]:
-        """Return the sum of the terms, and its gradients in the inputs."""
-        singles = [_as_tuple(term) for term in terms]
-        (value,), grads = self._sum(name, singles, _identity, inputs, retain)
-        return value, grads
+        by: Callable[[Tensor], Gradients] | None = None,
+    ) -> tuple[list[float], Gradients]:
+        """Sum the values of the terms, and differentiate the value, or first - second of a pair.
 
-    def differentiate_difference(
-        self,
-        name: str,
-        pairs: Sequence[Callable[[], tuple[Tensor, Tensor]]],
-        inputs: tuple[Tensor, ...],
-        *,
-        retain: bool = False,
-    ) -> tuple[tuple[float, float], Gradients]:
-        """Return the sums of the first and the second terms, and the gradients of first - second.
-
-        This takes one backward pass.
+        The gradients are those in the inputs, or what ``by`` returns: a vector for each input.
         """
-        (first, second), grads = self._sum(name, pairs, torch.sub, inputs, retain)
-        return (first, second), grads
+        totals: list[Tensor] = []
+        grads: Gradients = [None] * len(inputs)
+        with torch.enable_grad():
+            for term in terms:
+                values = term()
+                for value in values:
+                    check_scalar(name, value)
+                target = values[0] if len(values) == 1 else values[0] - values[1]
+                if target.requires_grad:
+                    new = (
+                        torch.autograd.grad(target, inputs, allow_unused=True, retain_graph=retain)
+                        if by is None
+                        else by(target)
+                    )
+                    grads = [plus(*pair) for pair in zip(grads, new, strict=True)]
+                found = [value.detach() for value in values]
+                # float64: the Moreau gap is a small difference of large numbers.
+                totals = [a.double() + b for a, b in zip(totals, found)] if totals else found
+        if self.reduce is not None:
+            return _sum_over_processes(self.reduce, name, totals, grads, inputs)
+        # One stack needs one device sync.
+        sums = [grad.sum() for grad in grads if grad is not None]
+        numbers = torch.stack([*totals, *sums]).tolist()
+        results = numbers[: len(totals)]
+        check_finite(name, results, numbers[len(totals) :], grads, inputs)
+        return results, grads
 
     def differentiate_twice(
         self,
         name: str,
-        terms: Sequence[Callable[[], Tensor]],
+        terms: Sequence[Term],
         y: Tensor,
         v: Tensor,
         inputs: tuple[Tensor, ...],
@@ -160,55 +174,9 @@ class Passes:
             second = _second(name, slope, inputs, v)
             return [slope.detach(), *second]
 
-        singles = [_as_tuple(term) for term in terms]
-        (value,), grads = self._sum(name, singles, _identity, (y, *inputs), by=twice)
+        (value,), grads = self.differentiate(name, terms, (y, *inputs), by=twice)
         self._differentiable = True
         return value, grads
-
-    def _sum(
-        self,
-        name: str,
-        terms: Sequence[Callable[[], tuple[Tensor, ...]]],
-        target: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
-        retain: bool = False,
-        by: Callable[[Tensor], Gradients] | None = None,
-    ) -> tuple[list[float], Gradients]:
-        """Sum the values of the terms, and differentiate ``target(*values)`` of each term.
-
-        The gradients are those in the inputs, or what ``by`` returns: a vector for each input.
-        """
-        totals: list[Tensor] = []
-        grads: Gradients = [None] * len(inputs)
-        with torch.enable_grad():
-            for term in terms:
-                values = term()
-                for value in values:
-                    check_scalar(name, value)
-                differentiated = target(*values)
-                if differentiated.requires_grad:
-                    new_grads = (
-                        torch.autograd.grad(
-                            differentiated, inputs, allow_unused=True, retain_graph=retain
-                        )
-                        if by is None
-                        else by(differentiated)
-                    )
-                    grads = [plus(grad, new) for grad, new in zip(grads, new_grads, strict=True)]
-                new_values = [value.detach() for value in values]
-                if totals:
-                    # float64: the Moreau gap is a small difference of large numbers.
-                    totals = [a.double() + b for a, b in zip(totals, new_values, strict=True)]
-                else:
-                    totals = new_values
-        if self.reduce is not None:
-            return _sum_over_processes(self.reduce, name, totals, grads, inputs)
-        # One stack needs one transfer from the device.
-        sums = [grad.sum() for grad in grads if grad is not None]
-        numbers = torch.stack([*totals, *sums]).tolist()
-        results = numbers[: len(totals)]
-        check_finite(name, results, numbers[len(totals) :], grads, inputs)
-        return results, grads
 
 
 def _sum_over_processes(
@@ -295,14 +263,6 @@ def _check_differentiable(name: str, slope: Tensor) -> None:
         if node.name().endswith("Error"):
             raise BilevelError(_no_second(name, "a function in it is marked once_differentiable"))
         waiting.extend(following for following, _ in node.next_functions)
-
-
-def _as_tuple(term: Callable[[], Tensor]) -> Callable[[], tuple[Tensor]]:
-    return lambda: (term(),)
-
-
-def _identity(value: Tensor) -> Tensor:
-    return value
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

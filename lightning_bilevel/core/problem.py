@@ -22,16 +22,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.constraints import evaluate, stacked
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.lower import (
-    Function,
-    LowerLevel,
-    LowerTerm,
-    Part,
-    RecentPoints,
-    nothing,
-    rescaled,
-    weighted,
-)
+from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, nothing, weighted
 from lightning_bilevel.core.passes import (
     NAMES,
     Calls,
@@ -42,7 +33,7 @@ from lightning_bilevel.core.passes import (
     leaf,
     or_zeros,
 )
-from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
+from lightning_bilevel.core.sets import ConvexSet, Free
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
@@ -88,9 +79,9 @@ class BilevelProblem:
             ``lower(features(x), y)``. The features are computed once per x, for any number of
             points z. One function per chunk of ``lower``.
         outputs: The part of g that depends on y alone, if there is one: then g(x, y) =
-            ``lower(x, outputs(y))``. The outputs of the last two points y are kept, also for
-            another x. One function per chunk of ``lower``; with several chunks nothing is kept.
-            Features and outputs exclude each other.
+            ``lower(x, outputs(y))``. A solver that meets y again, also at another x, does not
+            compute them again. One function per chunk of ``lower``; with several chunks they are
+            not kept. Features and outputs exclude each other.
         reduce: Sums a tensor over the processes that share the data, if there are several.
         constraints: Functions of (x, y) that return scalars, each of which is to be at most 0,
             beside the lower level. IVSP takes them.
@@ -134,16 +125,12 @@ class BilevelProblem:
         self.lower_set = lower_set or Free()
         self.share: tuple[float, float] | None = None
         self._passes = Passes(reduce)
-        self._recent = RecentPoints()
-        # g(x, .) of the last call of `at`.
-        self._last: LowerLevel | None = None
         # Whether f depends on x; None before its first gradient in x.
         self._upper_has_x: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy counts its own evaluations, and a graph cannot be copied.
-        passes = Passes(self._passes.reduce, self._passes.calls)
-        return {**self.__dict__, "_passes": passes, "_recent": RecentPoints(), "_last": None}
+        # A copy counts its own evaluations.
+        return {**self.__dict__, "_passes": Passes(self.reduce, self.calls)}
 
     @property
     def calls(self) -> Calls:
@@ -187,24 +174,6 @@ class BilevelProblem:
             yield
         finally:
             self.calls = calls
-
-    def forget(self) -> None:
-        """Drop everything that was computed at any point, because f or g may have changed."""
-        self._recent.forget()
-        self._last = None
-
-    def in_units(self, upper: float = 1.0, lower: float = 1.0) -> BilevelProblem:
-        """Return the same problem in the variables u, v with x = upper * u and y = lower * v."""
-        if upper == lower == 1.0:
-            return self
-        inner = copy.copy(self)
-        inner.upper_terms = [term.in_units(upper, lower) for term in self.upper_terms]
-        inner.lower_terms = [term.in_units(upper, lower) for term in self.lower_terms]
-        inner.residual_terms = [rescaled(term, upper, lower) for term in self.residual_terms]
-        inner.upper_set = Scaled(self.upper_set, upper)
-        inner.lower_set = Scaled(self.lower_set, lower)
-        inner.calls = Calls()
-        return inner
 
     def on_this_rank(self, upper: float, lower: float, reduce: Reduce) -> BilevelProblem:
         """Return this process's part of a problem whose data several processes share.
@@ -267,28 +236,13 @@ class BilevelProblem:
         self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
     ) -> tuple[float, list[Tensor | None]]:
         self.calls += Calls(upper=1)
-        terms = [partial(term, x, y) for term in self.upper_terms]
-        return self._passes.differentiate("f", terms, inputs)
+        terms = [partial(lambda term: (term(x, y),), term) for term in self.upper_terms]
+        (value,), grads = self._passes.differentiate("f", terms, inputs)
+        return value, grads
 
-    def at(self, x: Tensor, *, remember: bool = True) -> LowerLevel:
-        """Return g(x, .) for a fixed x, to be evaluated at any number of points.
-
-        Args:
-            x: The upper-level variables. For the same, unchanged tensor as in the last call, the
-                last g(x, .) is returned with its features.
-            remember: Whether to keep g(x, .) for the next call. Otherwise the one of an earlier
-                call stays.
-        """
-        if self._last is not None and self._last.is_at(x):
-            return self._last
-        if remember:
-            # The old one is dropped before a new one is computed, so there are never two graphs.
-            self._last = None
-        passes = Passes() if self.single_level else self._passes
-        lower = LowerLevel(self.lower_terms, x, passes, self._recent)
-        if remember:
-            self._last = lower
-        return lower
+    def at(self, x: Tensor) -> LowerLevel:
+        """Return g(x, .) for a fixed x, to be evaluated at any number of points."""
+        return LowerLevel(self.lower_terms, x, Passes() if self.single_level else self._passes)
 
     def check(self, x: Tensor, y: Tensor) -> Start:
         """Evaluate f and g twice and refuse a problem whose values differ.
@@ -301,8 +255,8 @@ class BilevelProblem:
         x, y = x.detach(), y.detach()
         with self.uncounted():
             f = self.upper(x, y)
-            self.check_unchanged(x, y, f.value, self.at(x, remember=False).value(y))
-            slope = self.at(x, remember=False).gradient(y)
+            self.check_unchanged(x, y, f.value, self.at(x).value(y))
+            slope = self.at(x).gradient(y)
         return Start(
             math.hypot(norm(f.grad_x), norm(f.grad_y)),
             self.lower_set.normal_cone_distance(y, slope),
@@ -315,9 +269,8 @@ class BilevelProblem:
         float64. Randomness that leaves both values as they were, or that begins later, is not seen
         either.
         """
-        self.forget()  # remembered results would hide a change
         with self.uncounted():
-            again = {"f": self.upper(x, y).value, "g": self.at(x, remember=False).value(y)}
+            again = {"f": self.upper(x, y).value, "g": self.at(x).value(y)}
         for name, first in (("f", f), ("g", g)):
             second = again[name]
             # Parallel sums may change the last digits between two evaluations. Dropout changes the

@@ -1,91 +1,159 @@
-"""The base class of all methods: a torch optimizer over two levels.
-
-Each step is one outer iteration and returns a record of it.
-"""
+"""What all methods share: constants, a state and a step; and the torch optimizer around them."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_bilevel.core.errors import BilevelError, NonFiniteError
+from lightning_bilevel.core.errors import BilevelError, InnerLoopError, LineSearchError, NonFiniteError
+from lightning_bilevel.core.leaves import map_tensors
+from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.level_vectors import LevelVectors, check_levels
-from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solvers.constants import Constants, Power
+from lightning_bilevel.solvers.levels import blocks, check_levels, flat, read, versions, write
 from lightning_bilevel.solvers.record import Progress, StepInfo
+from lightning_bilevel.solvers.theorem import TheoremPoint
 
-__all__ = ["BilevelOptimizer", "SolverCallable"]
+__all__ = ["BilevelOptimizer", "Method", "SolverCallable", "State"]
 
-# The entries of a parameter group that are not hyper-parameters of the method.
-_NOT_CONSTANT = ("params", "level", "name", "unit", "initial_lr")
+S = TypeVar("S", bound="State")
+# After so many steps the values of the parameters are compared with x and y.
+_COMPARED = 100
 
 
-class BilevelOptimizer(LevelVectors, ABC):
-    """The base class of the bilevel methods.
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of a run; a method adds its own fields, tensors and plain values.
 
-    Hyper-parameters are in ``param_groups``, the state of the run is in ``state``, and the iterate
-    is in the parameters. A method implements :meth:`advance`: one outer iteration on flat vectors,
-    which returns the new vectors and a record.
+    Attributes:
+        x: The upper-level variables.
+        y: The lower-level variables.
+        units: The units of x and y (:mod:`lightning_bilevel.core.metric`).
+        k: The iterations so far.
+    """
+
+    x: Tensor
+    y: Tensor
+    units: tuple[float, float] = (1.0, 1.0)
+    k: int = 0
+
+    # The parameters hold x and y. A subclass adds what it evaluates again after a load.
+    UNSAVED: ClassVar[tuple[str, ...]] = ("x", "y")
+
+    @property
+    def metric(self) -> Metric:
+        return Metric(self.x.numel(), *self.units)
+
+    def rate_x(self, rate: float) -> float:
+        """Return a step length of x in its unit as one of x itself."""
+        return rate * self.units[0] ** 2
+
+    def rate_y(self, rate: float) -> float:
+        """Return a step length of y in its unit as one of y itself."""
+        return rate * self.units[1] ** 2
+
+    def moved(self: S, x: Tensor, y: Tensor) -> S:
+        """Return the state after the point, f or g was changed from outside."""
+        return replace(self, x=x, y=y)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the state as plain data, for a checkpoint."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.UNSAVED}
+
+    @classmethod
+    def load(cls: type[S], saved: dict[str, Any], x: Tensor, y: Tensor) -> S:
+        """Return the state that :meth:`plain` has made plain, at the saved point (x, y)."""
+        return cls(**{**saved, "units": tuple(saved["units"])}, x=x, y=y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Constants, ABC, Generic[S]):
+    """The constants of a method, with its step.
+
+    It is a function of problem and state: nothing of a run is kept here.
+    """
+
+    state_type: ClassVar[type[State]] = State
+    # Whether the method penalises further residuals, and takes a problem with a single level.
+    penalised: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The first step size of x, which a LearningRateMonitor shows."""
+
+    @abstractmethod
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: tuple[float, float]) -> S:
+        """Return the state of a new run."""
+
+    @abstractmethod
+    def step(self, problem: BilevelProblem, s: S) -> tuple[S, StepInfo]:
+        """Do one outer iteration; :meth:`BilevelOptimizer.step` completes the record."""
+
+    def check(self, problem: BilevelProblem, s: S) -> None:
+        """Raise the cause of a failed inner loop or line search, if it is f or g."""
+
+    def on_new_data(self, s: S) -> S:
+        """Return the state for other data: f and g change, the point stays."""
+        return s
+
+    def in_use(self, s: S | None) -> Constants:
+        """Return the constants that a run goes by; a method may have estimated some."""
+        return self
+
+
+class BilevelOptimizer(Optimizer):
+    """A method as a torch optimizer over two levels: reads the point, steps, writes the point.
 
     Args:
         params: Two parameter groups, ``[{"params": [...], "level": "upper"}, {"params": [...],
-            "level": "lower"}]``. A group may have a ``unit``: the method then works in u with x =
-            unit * u, which makes the steps of that level unit**2 times as long.
-        defaults: The hyper-parameters: numbers, strings, None and tuples of them only, so that
-            checkpoints load with ``weights_only``.
+            "level": "lower"}]``. A group may have a ``unit`` s: the steps of that level are s**2
+            times as long. A bilevel module may stand for its groups.
+        constants: The constants of the method.
     """
 
-    # Whether the method penalises further residuals too, and takes a problem with a single level.
-    penalised: ClassVar[bool] = False
+    method_type: ClassVar[type[Method[Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # The checkpoint of a module may name its solver among the hyper-parameters. Loading it
-        # with `weights_only`, torch's default, needs the class to be registered.
+        # A checkpoint may name its solver among the hyper-parameters of a module. Loading it with
+        # `weights_only`, torch's default, needs the class to be registered.
         torch.serialization.add_safe_globals([cls])
+        if "method_type" in vars(cls):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
-    def __init__(self, params: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        super().__init__(check_levels(type(self).__name__, params), {"unit": 1.0, **defaults})
-        self._forget()
-        self.memory.update(
-            iteration=0, inner_iterations=0, passes=0, values=0, optimization_time=0.0
-        )
+    def __init__(self, params: Any, **constants: Any) -> None:
+        self.method = self.method_type(**constants)
+        self.method.warn()
+        groups = params.parameter_groups() if hasattr(params, "parameter_groups") else params
+        levels = check_levels(type(self).__name__, groups)
+        super().__init__(levels, {"unit": 1.0, "lr": self.method.lr})
+        self.progress = Progress()
+        self.run: Any = None
+        # The problem of the last step, and the versions of the parameters after it.
+        self._problem: BilevelProblem | None = None
+        self._versions: list[tuple[int, int]] = []
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The hyper-parameters as they are now (after a load: the saved ones)."""
-        return {
-            name: value for name, value in self.param_groups[0].items() if name not in _NOT_CONSTANT
-        }
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
-        memory = self.memory
-        return Progress(
-            memory["iteration"],
-            memory["inner_iterations"],
-            memory["passes"],
-            memory["optimization_time"],
-        )
+    def constants(self) -> Constants:
+        """The constants as they are now (after a load: the saved ones)."""
+        return self.method.in_use(self.run)
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
         """The constants that have a value, for callbacks and reports that show a run."""
-        return {
-            name: value
-            for name, value in self.constants.items()
-            if value is not None and name != "lr"
-        }
+        return {name: v for name, v in self.constants.plain().items() if v is not None}
 
     @property
     def envelope(self) -> Envelope | None:
@@ -94,7 +162,7 @@ class BilevelOptimizer(LevelVectors, ABC):
 
     @property
     def chosen(self) -> list[tuple[str, str]]:
-        """The constants that the method has chosen itself, each with its value and its origin."""
+        """The constants that the method has estimated, each with its value and its origin."""
         return []
 
     @property
@@ -103,7 +171,7 @@ class BilevelOptimizer(LevelVectors, ABC):
         return None
 
     @property
-    def proved(self) -> ProvedPoint | None:
+    def proved(self) -> TheoremPoint | None:
         """The point that the method's convergence theorem speaks of, if the method keeps it."""
         return None
 
@@ -112,31 +180,13 @@ class BilevelOptimizer(LevelVectors, ABC):
         """Why :attr:`proved` is None, in words."""
         return f"{type(self).__name__} does not keep the point of its theorem, only IVSP does"
 
-    @abstractmethod
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        """Do one outer iteration.
-
-        Args:
-            problem: The problem, in the units of the parameter groups.
-            x: The upper-level variables. If nothing has changed since the last iteration, this is
-                the same tensor object that it returned.
-            y: The lower-level variables, likewise.
-
-        Returns:
-            The new x and y, and the record. :meth:`step` fills in its remaining fields.
-        """
-
-    def prepare(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> float:
-        """Look at the problem before an iteration; return a factor for the unit of x."""
-        return 1.0
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, problem: BilevelProblem | None = None
     ) -> StepInfo:
         """Do one outer iteration on the problem and write the new point into the parameters.
+
+        An error leaves state and parameters as they were.
 
         Args:
             closure: Called once; Lightning counts a step by it. If ``problem`` is missing, the
@@ -149,92 +199,113 @@ class BilevelOptimizer(LevelVectors, ABC):
             with torch.enable_grad():
                 returned = closure()
             problem = returned if problem is None else problem
+        name = type(self).__name__
         if not isinstance(problem, BilevelProblem):
             raise TypeError(
-                f"`{type(self).__name__}.step` was given a {type(problem).__name__}: it needs f "
-                "and g, as `step(problem=problem)` or `step(lambda: problem)`."
+                f"`{name}.step` was given a {type(problem).__name__}: it needs f and g, as "
+                "`step(problem=problem)` or `step(lambda: problem)`."
             )
-        if problem.beyond and not self.penalised:
-            name = type(self).__name__
+        if problem.beyond and not self.method.penalised:
             raise BilevelError(f"{problem.beyond}, and {name} sees f and g alone: use IVSP.")
         began = time.perf_counter()
         calls = problem.calls
-        memory = self.memory
-        scaled = self._in_units(problem)
         try:
-            with self._undone_by_a_fault():
-                x, y = self._current(scaled)
-                factor = self.prepare(scaled, x, y)
-                if factor != 1.0:
-                    self.param_groups[0]["unit"] *= factor
-                    scaled.forget()  # the problem in the old units is not used again
-                    spent = scaled.calls
-                    scaled = self._in_units(problem)
-                    scaled.calls = spent
-                    x = x / factor
-                new_x, new_y, info = self.advance(scaled, x, y)
-                step = info.step
-                if math.isnan(step):
-                    step = math.hypot(norm(new_x - x), norm(new_y - y))
-                # Checked before the parameters are written: they stay at the last good point.
-                if not math.isfinite(step):
-                    sizes = f"{norm(x):.3g}, {norm(y):.3g}"
-                    raise NonFiniteError(
-                        f"the step from a point with norms {sizes} has the length {step}: make "
-                        "steps shorter."
-                    )
-        finally:
-            problem.calls = scaled.calls
-        self._write(scaled, new_x, new_y)
-        if info.lr is not None:
-            for group in self.param_groups:
-                group["lr"] = info.lr
-        memory["iteration"] += 1
-        memory["inner_iterations"] += info.inner_iterations
-        self._count(problem, problem.calls - calls)
-        # Processes agree on the time too, so a time limit stops them in the same iteration.
-        memory["optimization_time"] += problem.mean_over_ranks(time.perf_counter() - began, new_x)
+            state = self._current(problem)
+            try:
+                new, info = self.method.step(problem, state)
+            except (InnerLoopError, LineSearchError):
+                self.method.check(problem, state)
+                raise
+            step = info.step
+            if math.isnan(step):
+                (a, b), (x, y) = state.units, (state.x, state.y)
+                step = math.hypot(norm(new.x - x) / a, norm(new.y - y) / b)
+            if not math.isfinite(step):
+                sizes = f"{norm(state.x):.3g}, {norm(state.y):.3g}"
+                raise NonFiniteError(
+                    f"the step from a point with norms {sizes} has the length {step}: make steps "
+                    "shorter."
+                )
+        except BilevelError as error:
+            where = f"{name} stopped in outer iteration {self.progress.iterations + 1}"
+            raise type(error)(f"{where}: {error}") from error
+        write(self.param_groups, new.x, new.y)
+        self.run, self._problem = new, problem
+        self._versions = versions(self.param_groups)
+        for group in self.param_groups if info.lr is not None else ():
+            group["lr"] = info.lr
+        spent = problem.calls - calls
+        # Processes agree on the time, so a time limit stops them in the same iteration.
+        seconds = problem.mean_over_ranks(time.perf_counter() - began, new.x)
+        self.progress = self.progress.after(info.inner_iterations, spent, problem.share, seconds)
         return info.completed(
-            iteration=memory["iteration"],
+            iteration=self.progress.iterations,
             step=step,
-            calls=problem.calls - calls,
-            passes=memory["passes"],
-            optimization_time=memory["optimization_time"],
+            calls=spent,
+            passes=self.progress.passes,
+            optimization_time=self.progress.optimization_time,
         )
 
-    @contextmanager
-    def _undone_by_a_fault(self) -> Iterator[None]:
-        """On an error, leave memory and parameter groups as they were; name the iteration in it.
-
-        Both go together: what the memory keeps is in the units and of the constants in the groups.
-        """
-        memory = dict(self.memory)
-        groups = [dict(group) for group in self.param_groups]
-        try:
-            yield
-        except BaseException as error:
-            for now, before in zip(
-                (self.memory, *self.param_groups), (memory, *groups), strict=True
-            ):
-                now.clear()
-                now.update(before)
-            if not isinstance(error, BilevelError):
-                raise
-            where = f"{type(self).__name__} stopped in outer iteration {memory['iteration'] + 1}"
-            raise type(error)(f"{where}: {error}") from error
-
-    def _count(self, problem: BilevelProblem, spent: Calls) -> None:
-        """Add what was spent to the passes of the run; values wait until there are 3."""
-        spent += Calls(values=self.memory.get("values", 0))
-        self.memory["passes"] += _passes(problem, spent)
-        self.memory["values"] = spent.values % 3
-
     def problem_changed(self) -> None:
-        """Forget what is known at the point, because f and g of the next step are others.
+        """Forget what is known of f and g at the point, because those of the next step are others.
 
         Where the data of a run grow, this is called before the first step on more data.
         """
-        self._point = None
+        self._problem = None
+        if self.run is not None:
+            self.run = self.method.on_new_data(self.run)
+
+    def _current(self, problem: BilevelProblem) -> Any:
+        """Return the state at the parameters: the last one if nobody has changed anything."""
+        groups, run = self.param_groups, self.run
+        if run is not None and self._versions == versions(groups):
+            if run.k % _COMPARED == 0:
+                self._check_written(run)
+            return run if problem is self._problem else run.moved(run.x, run.y)
+        x, y = read(groups, problem)
+        if run is not None:
+            return run.moved(x, y)
+        upper, lower = (group["unit"] for group in groups)
+        return self.method.start(problem, x, y, (upper, lower))
+
+    def _check_written(self, run: State) -> None:
+        pairs = blocks(self.param_groups, run.x, run.y)
+        if not all(torch.equal(parameter, block) for parameter, block in pairs):
+            raise BilevelError(
+                "parameters were written through `.data`, which the solver does not notice: write "
+                "by `with torch.no_grad(): parameter.copy_(...)`."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups, constants and the state of the run as plain data."""
+        return {**super().state_dict(), "state": self._plain()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state; the parameters are the module's."""
+        super().load_state_dict({**state_dict, "state": {}})
+        self._restore(state_dict["state"])
+
+    def _plain(self) -> dict[str, Any]:
+        run = None if self.run is None else self.run.plain()
+        return {"constants": self.method.plain(), "progress": asdict(self.progress), "run": run}
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        like = self.param_groups[0]["params"][0]
+        self.method = self.method_type(**saved["constants"])
+        self.progress = Progress(**saved["progress"])
+        self.run, self._problem, self._versions = None, None, []
+        if saved["run"] is not None:
+            run = map_tensors(lambda t: t.detach().to(like, copy=True), saved["run"])
+            self.run = self.method.state_type.load(run, *flat(self.param_groups))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "plain": self._plain()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plain = state.pop("plain", None)
+        super().__setstate__(state)
+        if plain is not None:
+            self._restore(plain)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
@@ -246,17 +317,28 @@ class BilevelOptimizer(LevelVectors, ABC):
             )
         super().add_param_group(param_group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget()
 
+def _constructor(cls: type[BilevelOptimizer]) -> Any:
+    """Return an ``__init__`` whose signature is that of the method's constants."""
 
-def _passes(problem: BilevelProblem, calls: Calls) -> float:
-    """Return the passes of some calls, as passes over all data."""
-    if problem.share is None:
-        return calls.passes
-    below = calls.passes - calls.upper
-    return problem.share[0] * calls.upper + problem.share[1] * below
+    def __init__(self: BilevelOptimizer, params: Any, **constants: Any) -> None:
+        BilevelOptimizer.__init__(self, params, **constants)
+
+    hints = get_type_hints(cls.method_type)
+    kinds = inspect.Parameter
+    given: list[inspect.Parameter] = [
+        kinds("self", kinds.POSITIONAL_OR_KEYWORD),
+        kinds("params", kinds.POSITIONAL_OR_KEYWORD, annotation=Iterable[dict[str, Any]]),
+    ]
+    for f in fields(cls.method_type):
+        hint = hints[f.name]
+        hint = float | Power if hint is Power else hint
+        hint = hint | None if f.default is None else hint
+        given.append(kinds(f.name, kinds.KEYWORD_ONLY, default=f.default, annotation=hint))
+    __init__.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    __init__.__annotations__ = {p.name: p.annotation for p in given[1:]}
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    return __init__
 
 
 SolverCallable = Callable[[Iterable[dict[str, Any]]], BilevelOptimizer]

@@ -116,12 +116,30 @@ class Progress:
         inner_iterations: Gradient steps on the lower level.
         passes: Forward and backward passes, those over a sample as their share of all data.
         optimization_time: Seconds spent in the solver.
+        values: Values of g that are no whole pass yet; three are one.
     """
 
-    iterations: int
-    inner_iterations: int
-    passes: float
-    optimization_time: float
+    iterations: int = 0
+    inner_iterations: int = 0
+    passes: float = 0
+    optimization_time: float = 0.0
+    values: int = 0
+
+    def after(
+        self, inner: int, spent: Calls, share: tuple[float, float] | None, seconds: float
+    ) -> Progress:
+        """Add an iteration; ``share`` is that of the upper and the lower level's data."""
+        spent += Calls(values=self.values)
+        passes: float = spent.passes
+        if share is not None:
+            passes = share[0] * spent.upper + share[1] * (spent.passes - spent.upper)
+        return Progress(
+            self.iterations + 1,
+            self.inner_iterations + inner,
+            self.passes + passes,
+            self.optimization_time + seconds,
+            spent.values % 3,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

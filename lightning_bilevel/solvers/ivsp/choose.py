@@ -36,147 +36,121 @@ will be at the boundary of the relaxed constraint, where
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.core.moreau import Envelope, evaluate_gap
+from lightning_bilevel.core.metric import Metric
+from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.ivsp.constants import PAPER, missing_constants
+from lightning_bilevel.solvers.ivsp.constants import PAPER, Known
 
-__all__ = ["choose", "explain"]
+__all__ = ["choose"]
 
 
-def choose(problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Return all constants for a run from (x, y): a choice replaces each None."""
-    missing = missing_constants(given)
-    rules = given["rules"] or ("own" if missing else "paper")
-    c: dict[str, Any] = {**given, "rules": rules, "chosen": missing}
-    if c["L_init"] is None:
-        c["L_init"] = c["fixed_L"]
-    if rules == "paper":
-        filled = {name: PAPER.get(name) if value is None else value for name, value in c.items()}
-        return {**filled, "own_unit": 1.0}
-    delta = given["delta"]
-    f, R_x, R_y = _choose_below(problem, x, y, given, c)
-    if problem.single_level:
-        c["L_yy"] = R_x = R_y = 0.0
-    if c["own_unit"] is None:
-        # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
-        # makes steps of x longer: the line search brakes a level that moves too far, but nothing
-        # speeds up a level that hardly moves.
-        c["own_unit"] = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0))) if R_x > 0.0 else 1.0
-    unit = c["own_unit"]
-    scaled = problem.in_units(upper=unit)
-    L_f = upper_curvature(scaled, x / unit, y)
-    if scaled is not problem:
-        problem.calls = problem.calls + scaled.calls
-    slope = math.hypot(unit * norm(f.grad_x), norm(f.grad_y))
-    split = x.numel()
+def choose(
+    problem: BilevelProblem, x: Tensor, y: Tensor, given: Known, units: tuple[float, float]
+) -> tuple[Known, float]:
+    """Return all constants for a run from (x, y), and the factor of the unit of x."""
+    c = replace(given, rules=given.rules or ("own" if given.missing else "paper"))
+    if c.L_init is None:
+        c = replace(c, L_init=c.fixed_L)
+    if c.rules == "paper":
+        return _filled(c, **PAPER), 1.0
+    c, start = _choose_below(problem, x, y, c, units)
+    # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
+    # makes steps of x longer: the line search brakes a level that moves too far, but nothing speeds
+    # up a level that hardly moves.
+    unit = 1.0
+    if start.R_x > 0.0:
+        unit = 2.0 ** round(0.5 * math.log2(max(start.R_y / start.R_x, 1.0)))
+    metric = Metric(x.numel(), unit * units[0], units[1])
+    L_f = upper_curvature(problem, x, y, metric)
+    f = start.f
+    slope = math.hypot(metric.x * norm(f.grad_x), metric.y * norm(f.grad_y))
     further = [
-        math.hypot(unit * norm(gradient[:split]), norm(gradient[split:]))
+        math.hypot(*(m * norm(v) for m, v in zip((metric.x, metric.y), levels, strict=True)))
         for gradient in problem.residuals(x, y).gradients
+        for levels in [(gradient[: metric.split], gradient[metric.split :])]
     ]
-    pull = max((math.hypot(unit * R_x, R_y), *further))
-    if c["mu0"] is None:
-        c["mu0"] = 5 * delta
-    if c["block"] is None:
-        c["block"] = 5
-    if c["zeta_bar"] is None:
-        c["zeta_bar"] = delta / 10 / c["mu0"] ** c["q"]
-    if c["gamma0"] is None:
-        if slope > 0.0:
-            c["gamma0"] = pull / slope or 1.0
-        else:
-            c["gamma0"] = c["L_yy"] / L_f or 1.0 if L_f > 0.0 else 1.0
-    if c["L_init"] is None:
-        L_init = c["mu0"] * (c["gamma0"] * L_f + c["L_yy"])
+    pull = max((math.hypot(unit * start.R_x, start.R_y), *further))
+    c = _filled(c, mu0=5 * c.delta, block=5)
+    gamma0 = pull / slope if slope > 0.0 else c.L_yy / L_f if L_f > 0.0 else 1.0
+    c = _filled(c, zeta_bar=c.delta / 10 / c.mu0**c.q, gamma0=gamma0 or 1.0)
+    if c.L_init is None:
         # The smoothed plus of a residual is curved by its squared gradient over mu.
-        L_init += sum(size**2 for size in further)
-        c["L_init"] = L_init or 1.0
+        L_init = c.mu0 * (c.gamma0 * L_f + c.L_yy) + sum(size**2 for size in further)
         # Every start of a line search is between the user's L_min and L_max.
-        if given["L_min"] is not None:
-            c["L_init"] = max(c["L_init"], given["L_min"])
-        if given["L_max"] is not None:
-            c["L_init"] = min(c["L_init"], given["L_max"])
-    for name in ("c1", "L_min", "L_max"):
-        if c[name] is None:
-            c[name] = PAPER[name] * c["L_init"]
-    if c["c2"] is None:
-        c["c2"] = 1e-4 * slope / c["L_init"] if slope > 0.0 else 1.0
-    return c
+        L_init = max(L_init or 1.0, c.L_min or 0.0)
+        c = replace(c, L_init=min(L_init, c.L_max or math.inf))
+    c = _filled(c, **{name: PAPER[name] * c.L_init for name in ("c1", "L_min", "L_max")})
+    return _filled(c, c2=1e-4 * slope / c.L_init if slope > 0.0 else 1.0), unit
+
+
+def _filled(c: Known, **values: Any) -> Known:
+    """Return the constants with these values for those that are None."""
+    return replace(c, **{name: v for name, v in values.items() if getattr(c, name) is None})
+
+
+@dataclass(frozen=True)
+class _Start:
+    """f at the start, and the norms of the gradients of R in x and y, in the user's units."""
+
+    f: Upper
+    R_x: float
+    R_y: float
 
 
 def _choose_below(
-    problem: BilevelProblem, x: Tensor, y: Tensor, given: dict[str, Any], c: dict[str, Any]
-) -> tuple[Upper, float, float]:
-    """Choose L_yy, rho, sigma and L_xy; return f and the norms of the gradients of R in x and y."""
-    delta = given["delta"]
+    problem: BilevelProblem, x: Tensor, y: Tensor, c: Known, units: tuple[float, float]
+) -> tuple[Known, _Start]:
+    """Choose L_yy, rho, sigma and L_xy."""
+    s_x, s_y = units
+    given = c
     lower = problem.at(x)
-    chooses_L_yy = given["L_yy"] is None
-    if chooses_L_yy:
+    if given.L_yy is None:
         # A linear g has no curvature, and its inner loop takes any step.
-        c["L_yy"] = float(lower_curvature(problem, x, y) or 1.0)
+        c = replace(c, L_yy=float(lower_curvature(problem, x, y, unit=s_y) or 1.0))
     while True:
-        if given["rho"] is None:
-            factor = 1.0 if given["sigma"] == 0.0 else 0.25
-            c["rho"] = factor / max(c["L_yy"], given["sigma"] or 0.0)
-        if given["sigma"] is None:
-            c["sigma"] = min(c["L_yy"], 0.5 / c["rho"])
-        envelope = Envelope(rho=c["rho"], sigma=c["sigma"], delta=delta)
+        if given.rho is None:
+            factor = 1.0 if given.sigma == 0.0 else 0.25
+            c = replace(c, sigma=None, rho=factor / max(c.L_yy, given.sigma or 0.0))
+        sigma = min(c.L_yy, 0.5 / c.rho) if given.sigma is None else given.sigma
+        c = replace(c, sigma=sigma)
+        envelope = c.envelope.in_unit(s_y)
         z, halvings = inexact_prox(
             lower,
             y,
             y,
-            delta / 10,
+            c.delta / 10,
             envelope,
             problem.lower_set,
-            L_yy=c["L_yy"],
-            max_inner=c["max_inner"],
+            L_yy=c.L_yy / s_y**2,
+            max_inner=c.max_inner,
         )
         # The start may be a point of inflection, so the curvature on the way to z counts too.
-        distance = norm(z - y)
-        secant = norm(lower.gradient(z) - lower.gradient(y)) / distance if distance > 0.0 else 0.0
-        curvature = max(2.0**halvings * c["L_yy"], secant)
-        if not chooses_L_yy or curvature <= 2 * c["L_yy"]:
+        distance = norm(z - y) / s_y
+        change = s_y * norm(lower.gradient(z) - lower.gradient(y)) if distance > 0.0 else 0.0
+        curvature = max(2.0**halvings * c.L_yy, change / distance if distance > 0.0 else 0.0)
+        if given.L_yy is not None or curvature <= 2 * c.L_yy:
             break
-        c["L_yy"] = curvature
+        c = replace(c, L_yy=curvature)
     gap = evaluate_gap(lower, y, z, envelope)
     f = problem.upper(x, y)
-    boundary = math.sqrt(2 * c["rho"] * delta)
-    if c["L_xy"] is None:
+    boundary = math.sqrt(2 * c.rho * c.delta)
+    f_y = s_y * norm(f.grad_y)
+    if c.L_xy is None:
         ends = [z]
-        if distance < boundary and norm(f.grad_y) > 0.0:
+        if distance < boundary and f_y > 0.0:
             # The start solves the lower level; the gradient of f will move y away from it.
-            ends.append(problem.lower_set.project(y - boundary / norm(f.grad_y) * f.grad_y))
-        c["L_xy"] = max(coupling(problem, x, y, end) for end in ends)
-    R_x = max(norm(gap.grad_x), c["L_xy"] * boundary)
-    R_y = max(norm(gap.grad_y), c["L_yy"] * boundary)
-    return f, R_x, R_y
-
-
-def explain(c: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each chosen constant with its value and the reason, in words."""
-    reasons = {
-        "L_yy": "curvature of the lower level",
-        "sigma": "as nonconvex as that curvature allows",
-        "rho": "1/(4 L_yy), or 1/L_yy for a convex lower level",
-        "mu0": "5 delta",
-        "block": "iterations per smoothing",
-        "zeta_bar": "first accuracy delta/10, then half of what a step promises",
-        "gamma0": "f and the gap pull alike at the start",
-        "L_init": "curvature of the penalty function",
-        "L_xy": "how the lower level's gradient in x changes with y",
-    }
-    chosen = [
-        (name, f"{c[name]:.4g} ({reason})")
-        for name, reason in reasons.items()
-        if name in c["chosen"]
-    ]
-    if not chosen:
-        return []
-    unit = f"{c['own_unit']:g} (from the gradients of the gap in x and y)"
-    return [*chosen, ("unit of x", unit)]
+            ends.append(problem.lower_set.project(y - s_y**2 * boundary / f_y * f.grad_y))
+        c = replace(c, L_xy=max(s_x * s_y * coupling(problem, x, y, end) for end in ends))
+    R_x = max(s_x * norm(gap.grad_x), c.L_xy * boundary)
+    R_y = max(s_y * norm(gap.grad_y), c.L_yy * boundary)
+    if problem.single_level:
+        return replace(c, L_yy=0.0), _Start(f, 0.0, 0.0)
+    return c, _Start(f, R_x, R_y)

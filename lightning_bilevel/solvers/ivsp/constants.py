@@ -1,32 +1,32 @@
-"""The constants of IVSP: their conditions, and all of them as one object."""
+"""The constants of IVSP: their conditions, their schedules, and why an estimated one is as it is."""
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.ivsp.penalty import SmoothingName
+from lightning_bilevel.solvers.constants import (
+    Constants,
+    between,
+    choice,
+    nonnegative,
+    positive,
+    whole,
+)
+from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, SmoothingName, Softplus
 
-__all__ = [
-    "CHOSEN",
-    "PAPER",
-    "PER_TASK",
-    "Constants",
-    "checked_constants",
-    "missing_constants",
-    "values_of",
-]
+__all__ = ["PAPER", "PER_TASK", "IVSPConstants", "Known", "explain"]
 
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
 PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")
-# The constants that are the same for all tasks of the paper. Where IVSP chooses, it scales c1,
-# L_min and L_max by L_init.
+# The constants that are the same for all tasks of the paper. The adaptive rules scale c1, L_min and
+# L_max by L_init.
 PAPER: dict[str, Any] = {
     "c1": 1e-4,
     "c2": 1.0,
@@ -36,128 +36,117 @@ PAPER: dict[str, Any] = {
     "bb": "short",
     "inner": "gradient",
 }
-# The constants that may be None.
-CHOSEN = (*PER_TASK, "c1", "c2", "L_min", "L_max", "B_R", "bb", "inner")
-_STARTS = ("L_init", "L_min", "L_max", "fixed_L")
-_POSITIVE = ("rho", "delta", "mu0", "q", "gamma0", "zeta_bar", "c1", "c2", "theta_low", *_STARTS)
+# Why an estimated constant has its value.
+_REASONS = {
+    "L_yy": "curvature of the lower level",
+    "sigma": "as nonconvex as that curvature allows",
+    "rho": "1/(4 L_yy), or 1/L_yy for a convex lower level",
+    "mu0": "5 delta",
+    "block": "iterations per smoothing",
+    "zeta_bar": "first accuracy delta/10, then half of what a step promises",
+    "gamma0": "f and the gap pull alike at the start",
+    "L_init": "curvature of the penalty function",
+    "L_xy": "how the lower level's gradient in x changes with y",
+}
 
 
-def missing_constants(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the constants per task that are None; L_init is not needed with a fixed L."""
-    needed = (name for name in PER_TASK if name != "L_init" or given["fixed_L"] is None)
-    return tuple(name for name in needed if given[name] is None)
+@dataclass(frozen=True, kw_only=True)
+class IVSPConstants(Constants):
+    """All constants; :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` says what they are.
 
-
-@dataclass(frozen=True)
-class Constants:
-    r"""All constants of a run.
-
-    :class:`~lightning_bilevel.solvers.ivsp.solver.IVSP` documents those that are not listed here.
-
-    Attributes:
-        rules: ``"paper"`` or ``"own"``.
-        chosen: The names of the constants that IVSP has chosen itself.
-        own_unit: The factor by which IVSP has multiplied the unit of x; a power of two.
-        B_R: None means the largest norm seen so far.
-        bb: None means the long step as long as it is accepted at once.
-        fixed_L: None means a line search.
+    One that is None is estimated at the first step, but for B_R, bb and inner of the adaptive
+    rules, where None is a rule of its own.
     """
 
-    rules: Literal["paper", "own"]
-    chosen: tuple[str, ...]
-    own_unit: float
-    rho: float
-    sigma: float
-    delta: float
-    mu0: float
-    block: int
-    r: float
-    q: float
-    gamma0: float
-    zeta_bar: float
-    c1: float
-    c2: float
-    L_init: float
-    bb: Literal["short", "long"] | None
-    L_min: float
-    L_max: float
-    L_xy: float
-    L_yy: float
-    inner: Literal["gradient", "accelerated"] | None
-    B_R: float | None
-    theta_low: float
-    theta_hat: float
-    smoothing: SmoothingName
-    fixed_L: float | None
-    max_trials: int
-    max_inner: int
-    keep_proved: bool
+    rho: float = positive(None)
+    sigma: float = nonnegative(None)
+    delta: float = positive(1e-3)
+    mu0: float = positive(None)
+    block: int = whole(None)
+    r: float = between(1 / 3, 0, 1)
+    q: float = positive(None)
+    gamma0: float = positive(None)
+    zeta_bar: float = positive(None)
+    c1: float = positive(None)
+    c2: float = positive(None)
+    L_init: float = positive(None)
+    bb: Literal["short", "long"] = choice(None, "short", "long")
+    L_min: float = positive(None)
+    L_max: float = positive(None)
+    L_xy: float = nonnegative(None)
+    L_yy: float = nonnegative(None)
+    inner: Literal["gradient", "accelerated"] = choice(None, "gradient", "accelerated")
+    B_R: float = nonnegative(None)
+    theta_low: float = positive(1e-24)
+    theta_hat: float = between(1.99, 0, 2)
+    smoothing: SmoothingName = choice("huber", "huber", "softplus")
+    fixed_L: float = positive(None)
+    max_trials: int = whole(100)
+    max_inner: int = whole(10_000)
+    rules: Literal["paper", "own"] = choice(None, "paper", "own")
+    keep_proved: bool = True
 
-    @classmethod
-    def read(cls, group: dict[str, Any]) -> Constants:
-        """Read them from a parameter group."""
-        values = dict(zip(_NAMES, values_of(group), strict=True))
-        return cls(**{**values, "chosen": tuple(values["chosen"])})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rules == "paper" and self.missing:
+            raise ValueError(
+                f"`IVSP(rules='paper')` needs {', '.join(self.missing)} too: with the paper's "
+                "rules nothing is chosen. Leave out `rules`, or say `rules='own'`, to let IVSP "
+                "choose."
+            )
+        if self.rho is not None and self.sigma is not None:
+            Envelope(rho=self.rho, sigma=self.sigma, delta=self.delta)
+        if self.q is None:
+            object.__setattr__(self, "q", 1 / self.r + 0.01)
+
+    def warn(self) -> None:
+        if self.q <= 1 / self.r:
+            warnings.warn(
+                f"`IVSP(q={self.q!r})` is not above 1/r = {1 / self.r:g}: the method runs, but its "
+                "rate is proved only for q > 1/r.",
+                stacklevel=5,
+            )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The constants per task that are None; L_init is not needed with a fixed L."""
+        needed = (name for name in PER_TASK if name != "L_init" or self.fixed_L is None)
+        return tuple(name for name in needed if getattr(self, name) is None)
 
     @property
     def envelope(self) -> Envelope:
-        """The Moreau envelope, in the solver's own units."""
+        """The Moreau envelope, in the unit of y."""
         return Envelope(rho=self.rho, sigma=self.sigma, delta=self.delta)
 
     @property
-    def scaled_L_xy(self) -> float:
-        """L_xy in the unit that x is measured in."""
-        return float(self.own_unit * self.L_xy)
+    def phi(self) -> Smoothing:
+        """The smoothed plus function."""
+        return Softplus() if self.smoothing == "softplus" else Huber()
 
-    def more_curved(self, factor: float) -> dict[str, float]:
-        """Return the constants that change if the curvature is ``factor`` times L_yy."""
+    def mu(self, k: int) -> float:
+        r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, never rounded to 0."""
+        return max(float(self.mu0 * (1 + k // self.block) ** -self.r), sys.float_info.min)
+
+    def zeta(self, k: int) -> float:
+        r"""Return :math:`\zeta_k = \bar\zeta \mu_k^q`, the scheduled accuracy."""
+        return float(self.zeta_bar * self.mu(k) ** self.q)
+
+    def more_curved(self, factor: float, estimated: Iterable[str]) -> dict[str, float]:
+        """Return the estimated constants that change if the curvature is ``factor`` times L_yy."""
         L_yy = factor * self.L_yy
         changed = {"L_yy": L_yy}
-        if "rho" in self.chosen:
+        if "rho" in estimated:
             changed["rho"] = self.rho / factor
-        if "sigma" in self.chosen:
+        if "sigma" in estimated:
             changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", self.rho))
         return changed
 
 
-_NAMES = tuple(field.name for field in fields(Constants))
-# The values of the constants in a parameter group, in the order of the fields.
-values_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_NAMES)
+Known = TypeVar("Known", bound=IVSPConstants)
 
 
-def checked_constants(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the constants as they are stored; refuse those that the method cannot run with."""
-    c = checked_arguments(
-        "IVSP",
-        given,
-        positive=_POSITIVE,
-        nonnegative=("sigma", "L_xy", "L_yy", "B_R"),
-        whole=("block", "max_trials", "max_inner"),
-        optional=(*CHOSEN, "fixed_L", "q"),
-        choices={
-            "smoothing": ("huber", "softplus"),
-            "bb": ("short", "long", None),
-            "inner": ("gradient", "accelerated", None),
-            "rules": ("paper", "own", None),
-        },
-    )
-    for name, end in (("r", 1), ("theta_hat", 2)):
-        if not 0.0 < c[name] < end:
-            raise ValueError(f"`IVSP({name}={c[name]!r})` must be between 0 and {end}.")
-    missing = missing_constants(c)
-    if c["rules"] == "paper" and missing:
-        raise ValueError(
-            f"`IVSP(rules='paper')` needs {', '.join(missing)} too: with the paper's rules nothing "
-            "is chosen. Leave out `rules`, or say `rules='own'`, to let IVSP choose."
-        )
-    if c["rho"] is not None and c["sigma"] is not None:
-        Envelope(rho=c["rho"], sigma=c["sigma"], delta=c["delta"])
-    if c["q"] is None:
-        c["q"] = 1 / c["r"] + 0.01
-    if c["q"] <= 1 / c["r"]:
-        warnings.warn(
-            f"`IVSP(q={c['q']!r})` is not above 1/r = {1 / c['r']:g}: the method runs, but its "
-            "rate is proved only for q > 1/r.",
-            stacklevel=4,
-        )
-    return c
+def explain(c: IVSPConstants, estimated: Iterable[str], unit: float) -> list[tuple[str, str]]:
+    """Return each estimated constant with its value and the reason, in words."""
+    names = set(estimated)
+    rows = [(n, f"{getattr(c, n):.4g} ({why})") for n, why in _REASONS.items() if n in names]
+    return [*rows, ("unit of x", f"{unit:g} (from the gradients of the gap in x and y)")] if rows else []

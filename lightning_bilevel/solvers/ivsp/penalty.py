@@ -1,7 +1,4 @@
-r"""The smoothed plus function, the schedules of a run, and the test that strengthens the penalty.
-
-All of these are functions of numbers; a run stores only the counters k and t.
-"""
+r"""The smoothed plus function, the test that strengthens the penalty, and what gamma follows."""
 
 from __future__ import annotations
 
@@ -17,9 +14,6 @@ __all__ = [
     "inverse_penalty",
     "matching_factor",
     "needs_update",
-    "prox_accuracy",
-    "smoothing_function",
-    "smoothing_parameter",
 ]
 
 SmoothingName = Literal["huber", "softplus"]
@@ -81,21 +75,6 @@ class Softplus:
     def slope(self, t: float, mu: float) -> float:
         tail = math.exp(-abs(t) / mu)
         return 1 / (1 + tail) if t >= 0 else tail / (1 + tail)
-
-
-def smoothing_function(name: SmoothingName) -> Smoothing:
-    """Return the smoothing of that name (a checkpoint holds the name)."""
-    return Softplus() if name == "softplus" else Huber()
-
-
-def smoothing_parameter(k: int, mu0: float, block: int, r: float) -> float:
-    r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, which is never rounded to 0."""
-    return max(float(mu0 * (1 + k // block) ** -r), sys.float_info.min)
-
-
-def prox_accuracy(mu: float, zeta_bar: float, q: float) -> float:
-    r"""Return :math:`\zeta_k = \bar\zeta \mu_k^q`."""
-    return float(zeta_bar * mu**q)
 
 
 def inverse_penalty(t: int, gamma0: float) -> float:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import squared_distance
-from lightning_bilevel.solvers.ivsp.constants import Constants
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
+from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 
-__all__ = ["Evaluator", "Glimpse", "Point"]
+__all__ = ["Evaluator", "LowerBound", "Merit", "Point", "rounding"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Point:
             first is -inf without a lower level.
         gradients: The gradient of each.
         halvings: How often the step of the inner loop was halved so far.
+        below: g(x, .), for a further evaluation at this x.
+        at_y: y as a point of g(x, .), likewise.
+        at_z: z, likewise.
     """
 
     w: Tensor
@@ -47,6 +51,9 @@ class Point:
     residuals: tuple[float, ...]
     gradients: tuple[Tensor, ...]
     halvings: int
+    below: LowerLevel
+    at_y: LowerPoint
+    at_z: LowerPoint
 
     @property
     def residual(self) -> float:
@@ -55,7 +62,6 @@ class Point:
 
     @property
     def grad_R(self) -> Tensor:
-        """The gradient of R."""
         return self.gradients[0]
 
     @property
@@ -64,20 +70,28 @@ class Point:
         return max(self.residuals)
 
     @property
-    def levels(self) -> tuple[Tensor, Tensor]:
-        """X and y."""
-        return self.w[: self.split], self.w[self.split :]
+    def x(self) -> Tensor:
+        return self.w[: self.split]
+
+    @property
+    def y(self) -> Tensor:
+        return self.w[self.split :]
+
+    def release(self) -> None:
+        """Free what another evaluation at this x or y would reuse: the trials need the memory."""
+        self.below.release()
+        self.at_y.release()
 
     def differs(self, f: float, residual: float) -> bool:
         """Compare with f and R at the same point, up to rounding and the accuracy of z."""
-        rounding = 30 * torch.finfo(self.w.dtype).eps
+        eps = 30 * torch.finfo(self.w.dtype).eps
         apart = abs(self.f - f), abs(self.residual - residual)
-        allowed = rounding * max(abs(f), abs(self.f)), self.zeta + rounding * abs(self.lower)
+        allowed = eps * max(abs(f), abs(self.f)), self.zeta + eps * abs(self.lower)
         return apart[0] > allowed[0] or apart[1] > allowed[1]
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class LowerBound:
     r"""The values at a point that was not evaluated to the end.
 
     Attributes:
@@ -91,7 +105,48 @@ class Glimpse:
     residuals: tuple[float]
 
 
-Hopeless = Callable[[Glimpse], bool]
+@dataclass(frozen=True)
+class Merit:
+    r"""The smoothed exact penalty :math:`\gamma f + \sum_i \phi_\mu(r_i)`.
+
+    The residual :math:`r_0` is :math:`\tilde R`; others are of a problem that has further ones.
+
+    Attributes:
+        gamma: The inverse penalty.
+        mu: The smoothing.
+        phi: The smoothed plus function.
+    """
+
+    gamma: float
+    mu: float
+    phi: Smoothing
+
+    def value(self, point: Point | LowerBound, extra: float = 0.0) -> float:
+        r"""Return the penalty with :math:`\tilde R + \text{extra}` for :math:`\tilde R`."""
+        R, *others = point.residuals
+        total = self.gamma * point.f + self.phi.value(R + extra, self.mu)
+        return total + sum(self.phi.value(residual, self.mu) for residual in others)
+
+    def weight(self, point: Point) -> float:
+        r"""Return :math:`\phi_\mu'(\tilde R)`."""
+        return self.phi.slope(point.residual, self.mu)
+
+    def direction(self, point: Point) -> Tensor:
+        r"""Return :math:`\gamma \nabla f + \sum_i \phi_\mu'(r_i) \nabla r_i`.
+
+        It is computed anew for each trial, to save memory while the trial is evaluated.
+        """
+        moved = self.gamma * point.grad_f
+        for residual, gradient in zip(point.residuals, point.gradients, strict=True):
+            moved.add_(gradient, alpha=self.phi.slope(residual, self.mu))
+        return moved
+
+
+def rounding(here: Point, there: Point | LowerBound, gamma: float) -> float:
+    """Return the rounding error of the values that the Armijo test compares."""
+    size = gamma * (abs(here.f) + abs(there.f)) + 2 * (abs(here.lower) + abs(there.lower))
+    size += sum(map(abs, (*here.residuals[1:], *there.residuals[1:])))
+    return float(torch.finfo(here.w.dtype).eps * size)
 
 
 class Evaluator:
@@ -101,16 +156,24 @@ class Evaluator:
         problem: f and g.
         constants: The constants of the run.
         split: The length of x.
+        unit: The unit of y, in which rho, sigma and L_yy are given.
         halvings: How often the step of the inner loop has been halved so far.
     """
 
     def __init__(
-        self, problem: BilevelProblem, constants: Constants, split: int, halvings: int
+        self,
+        problem: BilevelProblem,
+        constants: IVSPConstants,
+        split: int,
+        unit: float,
+        halvings: int,
     ) -> None:
         self.problem = problem
         self.constants = constants
         self.split = split
         self.halvings = halvings
+        self.envelope = constants.envelope.in_unit(unit)
+        self.L_yy = constants.L_yy / unit**2
 
     def accuracy(self, wanted: float) -> float:
         """Return the accuracy of evaluations: without a lower level they are exact, with z = y."""
@@ -120,16 +183,25 @@ class Evaluator:
         """Return a value of R; without a lower level it is -inf and has no weight."""
         return -math.inf if self.problem.single_level else residual
 
-    def at(self, w: Tensor, z: Tensor, zeta: float, max_inner: int | None = None) -> Point:
+    def at(self, w: Tensor, z: At, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
         lower = self.problem.at(w[: self.split])
-        z, halvings = self._prox(lower, w[self.split :], z, zeta, max_inner)
-        return self._measure(lower, w, z, zeta, halvings)
+        first = None
+        if isinstance(z, LowerPoint) and not self.problem.single_level:
+            first = lower.gradient(z)
+            z.release()
+        found, halvings = self._prox(lower, w[self.split :], vector(z), zeta, max_inner, first)
+        return self._measure(lower, LowerPoint(w[self.split :]), w, found, zeta, halvings)
 
-    def promising(
-        self, w: Tensor, z: Tensor, zeta: float, max_inner: int, hopeless: Hopeless
-    ) -> Point | Glimpse:
-        r"""Evaluate w as :meth:`at` does, but stop as soon as the values show that it is hopeless.
+    def evaluate_or_reject(
+        self,
+        w: Tensor,
+        z: Tensor,
+        zeta: float,
+        max_inner: int,
+        exceeds_bound: Callable[[LowerBound], bool],
+    ) -> Point | LowerBound:
+        r"""Evaluate w as :meth:`at` does, but reject it early by a lower bound of its merit.
 
         For any z in Y
 
@@ -137,34 +209,32 @@ class Evaluator:
 
         so f, and g at y and at the warm start, bound the merit from below. The gradient of f, and
         that of g at the warm start, are those that an accepted point needs anyway: a point that is
-        not hopeless costs one more value of g, and a hopeless one two passes and that value.
+        not rejected costs one more value of g, and a rejected one two passes and that value.
 
         Args:
             w: The point.
             z: The warm start.
             zeta: The accuracy.
             max_inner: The cap on inner iterations.
-            hopeless: Tells from f, g and a lower bound of R whether the point is.
+            exceeds_bound: Tells from f, g and a lower bound of R whether w is rejected.
         """
-        lower = self.problem.at(w[: self.split])
-        y = w[self.split :]
+        lower, y = self.problem.at(w[: self.split]), w[self.split :]
+        at_y = LowerPoint(y)
         upper = self.problem.upper(lower.x, y)
-        g = lower.value(y)
-        at_z, slope = lower.value_and_gradient(z)
-        envelope = self.constants.envelope
-        least = g - at_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
-        glimpse = Glimpse(upper.value, g, (self._known(least),))
-        if hopeless(glimpse):
-            return glimpse
-        z, halvings = self._prox(lower, y, z, zeta, max_inner, slope)
-        return self._measure(lower, w, z, zeta, halvings, upper)
+        g = lower.value(at_y)
+        g_z, first = lower.value_and_gradient(z)
+        least = g - g_z - squared_distance(y, z) / (2 * self.envelope.rho) - self.envelope.delta
+        bound = LowerBound(upper.value, g, (self._known(least),))
+        if exceeds_bound(bound):
+            return bound
+        z, halvings = self._prox(lower, y, z, zeta, max_inner, first)
+        return self._measure(lower, at_y, w, z, zeta, halvings, upper)
 
-    def sharper(self, point: Point, zeta: float) -> Point:
+    def refined(self, point: Point, zeta: float) -> Point:
         """Evaluate R again, more accurately."""
-        x, y = point.levels
-        lower = self.problem.at(x)
-        z, halvings = self._prox(lower, y, point.z, zeta)
-        gap = evaluate_gap(lower, y, z, self.constants.envelope)
+        z, halvings = self._prox(point.below, point.y, point.z, zeta)
+        at_z = LowerPoint(z)
+        gap = evaluate_gap(point.below, point.at_y, at_z, self.envelope)
         grad_R = torch.cat([gap.grad_x, gap.grad_y])
         return replace(
             point,
@@ -174,6 +244,7 @@ class Evaluator:
             residuals=(gap.residual, *point.residuals[1:]),
             gradients=(grad_R, *point.gradients[1:]),
             halvings=halvings,
+            at_z=at_z,
         )
 
     def again(
@@ -184,15 +255,14 @@ class Evaluator:
         If so, the data have not changed and z is as accurate as before. No inner loop is then
         needed.
         """
-        lower = self.problem.at(w[: self.split])
-        y = w[self.split :]
-        upper = self.problem.upper(lower.x, y)
+        lower, at_y = self.problem.at(w[: self.split]), LowerPoint(w[self.split :])
+        upper = self.problem.upper(lower.x, w[self.split :])
         if upper.value == f:
-            point = self._measure(lower, w, z, zeta, self.halvings, upper)
+            point = self._measure(lower, at_y, w, z, zeta, self.halvings, upper)
             if point.residual == residual:
                 return point, True
-        z, halvings = self._prox(lower, y, z, zeta)
-        return self._measure(lower, w, z, zeta, halvings, upper), False
+        z, halvings = self._prox(lower, w[self.split :], z, zeta)
+        return self._measure(lower, at_y, w, z, zeta, halvings, upper), False
 
     def _prox(
         self,
@@ -211,9 +281,9 @@ class Evaluator:
             y,
             z,
             zeta,
-            c.envelope,
+            self.envelope,
             self.problem.lower_set,
-            L_yy=c.L_yy,
+            L_yy=self.L_yy,
             halvings=self.halvings,
             max_inner=c.max_inner if max_inner is None else max_inner,
             accelerated=c.inner == "accelerated",
@@ -224,6 +294,7 @@ class Evaluator:
     def _measure(
         self,
         lower: LowerLevel,
+        at_y: LowerPoint,
         w: Tensor,
         z: Tensor,
         zeta: float,
@@ -231,12 +302,12 @@ class Evaluator:
         upper: Upper | None = None,
     ) -> Point:
         # The gap comes first: it needs more memory than f, and the gradient of f is not held yet.
-        y = w[self.split :]
-        gap = evaluate_gap(lower, y, z, self.constants.envelope)
-        g = gap.lower
-        residual = gap.residual
+        at_z = LowerPoint(z)
+        gap = evaluate_gap(lower, at_y, at_z, self.envelope)
+        g, residual = gap.lower, gap.residual
         grad_R = torch.cat([gap.grad_x, gap.grad_y])
         del gap
+        y = w[self.split :]
         upper = self.problem.upper(lower.x, y) if upper is None else upper
         grad_f = torch.cat([upper.grad_x, upper.grad_y])
         beside = self.problem.residuals(lower.x, y)
@@ -251,4 +322,7 @@ class Evaluator:
             (self._known(residual), *beside.values),
             (grad_R, *beside.gradients),
             halvings,
+            lower,
+            at_y,
+            at_z,
         )

@@ -36,11 +36,11 @@ from torch import Tensor
 
 from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["ProvedPoint", "begins_block", "best", "changed_lately", "keep", "restart"]
+__all__ = ["Theorem", "TheoremPoint", "begins_block"]
 
 
 @dataclass(frozen=True)
-class ProvedPoint:
+class TheoremPoint:
     r"""The point of a run that a convergence theorem speaks of, in the user's units.
 
     Attributes:
@@ -80,58 +80,64 @@ class ProvedPoint:
         )
 
 
+@dataclass(frozen=True)
+class Theorem:
+    """What a run keeps for its theorem.
+
+    Attributes:
+        began: The iteration from which the theorem counts.
+        changed: The last iteration before f, g or the point was changed from outside.
+        now: The best point of the current block, if any.
+        before: That of the block before.
+    """
+
+    began: int = 0
+    changed: int = 0
+    now: TheoremPoint | None = None
+    before: TheoremPoint | None = None
+
+    def keep(self, x: Tensor, y: Tensor, k: int, info: PenaltyInfo) -> Theorem:
+        """Keep the new point of iteration k if it is the best of its block."""
+        now, before = self.now, self.before
+        if begins_block(k - self.began):
+            now, before = None, now
+        if not info.penalty_updated and info.omega < (math.inf if now is None else now.omega):
+            bounds = info.feasibility_bound, info.complementarity_bound
+            now = TheoremPoint(x, y, info.multiplier, k, k, info.omega, *bounds)
+        return replace(self, now=now, before=before)
+
+    def restart(self, k: int) -> Theorem:
+        """Count anew after iteration k: the run goes on with another problem or unit."""
+        return Theorem(began=k, changed=self.changed)
+
+    def best(self, n: int) -> TheoremPoint | None:
+        """Return the better point after n iterations; None if all of them updated the penalty."""
+        # The blocks {1} and {2} overlap in the proof above: after n = 2 only the latter counts.
+        half = self._half(n)
+        points = [p for p in (self.now, self.before) if p is not None and p.iteration > half]
+        if not points or self.was_changed(n):
+            return None
+        point = min(points, key=lambda point: point.omega)
+        return replace(point, x=point.x.clone(), y=point.y.clone(), iterations=n)
+
+    def was_changed(self, n: int) -> bool:
+        """Whether f, g or the point changed from outside in the second half of n iterations."""
+        return self.changed > self._half(n)
+
+    def _half(self, n: int) -> int:
+        return self.began + (n - self.began) // 2
+
+    def plain(self) -> dict[str, Any]:
+        points = {"now": self.now, "before": self.before}
+        kept = {name: None if p is None else dict(vars(p)) for name, p in points.items()}
+        return {"began": self.began, "changed": self.changed, **kept}
+
+    @classmethod
+    def load(cls, saved: dict[str, Any]) -> Theorem:
+        points = {n: saved[n] and TheoremPoint(**saved[n]) for n in ("now", "before")}
+        return cls(saved["began"], saved["changed"], **points)
+
+
 def begins_block(n: int) -> bool:
     r"""Whether n is a :math:`\lceil 2^{j/2} \rceil`: a power of 2 is in :math:`((n-1)^2, n^2]`."""
     return (n * n).bit_length() > ((n - 1) ** 2).bit_length()
-
-
-def keep(
-    memory: dict[str, Any], levels: tuple[Tensor, Tensor], units: list[float], info: PenaltyInfo
-) -> None:
-    """Keep the new point of the current iteration if it is the best of its block.
-
-    ``memory["proved"]`` holds the points of this block and of the block before, as plain data for
-    a checkpoint; a block without a point is empty.
-
-    Args:
-        memory: The state of the run.
-        levels: The new x and y in the solver's units; nothing writes into them.
-        units: The units.
-        info: The record of the iteration.
-    """
-    k = memory["iteration"] + 1
-    now, before = memory.get("proved", ({}, {}))
-    if begins_block(k - memory.get("began", 0)):
-        now, before = {}, now
-    if not info.penalty_updated and info.omega < now.get("omega", math.inf):
-        x, y = levels
-        if units != [1.0, 1.0]:
-            x, y = x * units[0], y * units[1]
-        bounds = info.feasibility_bound, info.complementarity_bound
-        now = vars(ProvedPoint(x, y, info.multiplier, k, k, info.omega, *bounds))
-    memory["proved"] = now, before
-
-
-def restart(memory: dict[str, Any]) -> None:
-    """Let the theorem's iterations count anew, because the run goes on with another problem."""
-    memory.pop("proved", None)
-    memory["began"] = memory["iteration"]
-
-
-def best(memory: dict[str, Any]) -> ProvedPoint | None:
-    """Return the better of the kept points; None if all of their iterations updated the penalty."""
-    n = memory["iteration"]
-    began = memory.get("began", 0)
-    points = [ProvedPoint(**kept) for kept in memory.get("proved", ()) if kept]
-    # The blocks {1} and {2} overlap in the proof above: after n = 2 only the latter counts.
-    points = [point for point in points if point.iteration - began > (n - began) // 2]
-    if not points or changed_lately(memory):
-        return None
-    point = min(points, key=lambda point: point.omega)
-    return replace(point, x=point.x.clone(), y=point.y.clone(), iterations=n)
-
-
-def changed_lately(memory: dict[str, Any]) -> bool:
-    """Whether f, g or the point changed from outside in the second half of the run."""
-    began = memory.get("began", 0)
-    return bool(memory["changed"] - began > (memory["iteration"] - began) // 2)

@@ -1,0 +1,95 @@
+"""The parameters of two levels, read and written as the flat vectors x and y."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.vectors import norm
+
+__all__ = ["blocks", "check_levels", "flat", "read", "versions", "write"]
+
+Groups = list[dict[str, Any]]
+
+
+def flat(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return x and y."""
+    x, y = (torch.cat([p.detach().reshape(-1) for p in group["params"]]) for group in groups)
+    return x, y
+
+
+def read(groups: Groups, problem: BilevelProblem) -> tuple[Tensor, Tensor]:
+    """Return x and y, projected onto their sets if they lie outside."""
+    x, y = flat(groups)
+    return _projected(x, problem.upper_set, "upper"), _projected(y, problem.lower_set, "lower")
+
+
+def _projected(v: Tensor, feasible: Any, level: str) -> Tensor:
+    projected: Tensor = feasible.project(v)
+    moved = norm(projected - v)
+    # Projecting a projected point again may move it by a rounding error. A resumed run continues
+    # exactly where it was, so such a point is left alone.
+    if moved <= 1e2 * torch.finfo(v.dtype).eps * norm(v):
+        return v
+    warnings.warn(
+        f"The {level}-level start lies outside {feasible!r}: it was projected, which moved it by "
+        f"{moved:.3g}.",
+        stacklevel=4,
+    )
+    return projected
+
+
+def write(groups: Groups, x: Tensor, y: Tensor) -> None:
+    """Copy x and y into the parameters."""
+    for parameter, block in blocks(groups, x, y):
+        parameter.copy_(block)
+
+
+def blocks(groups: Groups, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters, each with its part of x or y."""
+    for group, vector in zip(groups, (x, y), strict=True):
+        parts = torch.split(vector, [p.numel() for p in group["params"]])
+        for parameter, part in zip(group["params"], parts, strict=True):
+            yield parameter, part.view_as(parameter)
+
+
+def versions(groups: Groups) -> list[tuple[int, int]]:
+    """Return what changes when somebody writes to a parameter, but for writes through ``.data``."""
+    return [(p._version, p.data_ptr()) for group in groups for p in group["params"]]
+
+
+def check_levels(name: str, params: Iterable[dict[str, Any]]) -> Groups:
+    """Return the groups of the upper and the lower level, or refuse what no solver can take."""
+    groups = list(params)
+    levels = [group.get("level") if isinstance(group, dict) else None for group in groups]
+    if levels not in (["upper", "lower"], ["lower", "upper"]):
+        raise ValueError(
+            f"`{name}(params)` was given levels {levels}: it needs two groups, "
+            '[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}].'
+        )
+    # Lightning's LearningRateMonitor calls a rate by the name of its group.
+    by_level = {
+        level: {"name": level, **group, "params": _as_list(group["params"])}
+        for level, group in zip(levels, groups, strict=True)
+    }
+    ordered = [by_level["upper"], by_level["lower"]]
+    if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
+        raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
+    kinds = {(p.dtype, p.device) for group in ordered for p in group["params"]}
+    if len(kinds) != 1 or not {torch.float32, torch.float64} & {dtype for dtype, _ in kinds}:
+        told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(
+            f"`{name}(params)` has parameters of {told}: only float32 and float64 are supported, "
+            "in one dtype and on one device. Half precision does not resolve the Moreau gap, a "
+            "small difference of large numbers."
+        )
+    return ordered
+
+
+def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
