@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_bilevel.core.lower import At, LowerLevel, vector
 from lightning_bilevel.core.vectors import squared_distance
 
-__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gradient_error"]
+__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gap_lipschitz", "gradient_error"]
 
 
 @dataclass(frozen=True)
@@ -138,3 +138,20 @@ def evaluate_gap(
     pull = torch.sub(y, z).div_(envelope.rho)
     grad_y = torch.sub(gap.grad_y, pull, out=pull)
     return MoreauPoint(z, gap.value_y, residual, gap.grad_x, grad_y)
+
+
+def gap_lipschitz(L_g: float, envelope: Envelope) -> float:
+    r"""Return a Lipschitz constant of the gradient of R for a given one of the gradient of g.
+
+    .. math::
+        L_R = L_g \bigl(1 + \sqrt{1 + K_z^2}\bigr) + (1 + K_z)/\rho, \qquad
+        K_z = \frac{\sqrt{1 + \rho^2 L_g^2}}{1 - \rho\sigma}
+
+    The paper proves that :math:`w \mapsto z(w)` is :math:`K_z`-Lipschitz, and that some
+    :math:`L_R` follows. This one is the sum of the three terms of
+
+    .. math::
+        \nabla R(w) = \nabla g(x, y) - (\nabla_x g(x, z(w)), 0) - (0, (y - z(w))/\rho)
+    """
+    K_z = math.hypot(1.0, envelope.rho * L_g) / (1 - envelope.rho * envelope.sigma)
+    return L_g * (1 + math.hypot(1.0, K_z)) + (1 + K_z) / envelope.rho

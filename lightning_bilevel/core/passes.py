@@ -97,9 +97,7 @@ class Passes:
         # Whether a function has been differentiated twice, so that it need not be checked again.
         self._differentiable = False
 
-    def value(
-        self, name: str, terms: Sequence[Term], inputs: tuple[Tensor, ...]
-    ) -> float:
+    def value(self, name: str, terms: Sequence[Term], inputs: tuple[Tensor, ...]) -> float:
         """Return the sum of the terms without a gradient; only an error message uses the inputs."""
         with torch.no_grad():
             values = [value for term in terms for value in term()]
@@ -142,7 +140,11 @@ class Passes:
                     grads = [plus(*pair) for pair in zip(grads, new, strict=True)]
                 found = [value.detach() for value in values]
                 # float64: the Moreau gap is a small difference of large numbers.
-                totals = [a.double() + b for a, b in zip(totals, found)] if totals else found
+                totals = (
+                    [a.double() + b for a, b in zip(totals, found, strict=True)]
+                    if totals
+                    else found
+                )
         if self.reduce is not None:
             return _sum_over_processes(self.reduce, name, totals, grads, inputs)
         # One stack needs one device sync.

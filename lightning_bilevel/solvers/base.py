@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bilevel.core.errors import BilevelError, InnerLoopError, LineSearchError, NonFiniteError
+from lightning_bilevel.core.errors import (
+    BilevelError,
+    InnerLoopError,
+    LineSearchError,
+    NonFiniteError,
+)
 from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Calls
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.constants import Constants, Power
 from lightning_bilevel.solvers.levels import blocks, check_levels, flat, read, versions, write

@@ -76,22 +76,29 @@ class Constants:
     def plain(self) -> dict[str, Any]:
         """Return the constants as plain values, from which a checkpoint makes them again."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: tuple(asdict(v).values()) if isinstance(v, Power) else v for k, v in given.items()}
+        return {
+            k: tuple(asdict(v).values()) if isinstance(v, Power) else v for k, v in given.items()
+        }
 
 
 def positive(default: float | None) -> Any:
+    """Declare a number above 0, or None if that is the default."""
     return _number(default, lambda v: v > 0, "positive and finite")
 
 
 def nonnegative(default: float | None) -> Any:
+    """Declare a number of at least 0, or None if that is the default."""
     return _number(default, lambda v: v >= 0, "nonnegative and finite")
 
 
 def between(default: float, low: float, high: float) -> Any:
+    """Declare a number between two others."""
     return _number(default, lambda v: low < v < high, f"between {low:g} and {high:g}")
 
 
 def whole(default: int | None, least: int = 1) -> Any:
+    """Declare a whole number, or None if that is the default."""
+
     def convert(value: Any) -> int:
         if not _is_number(value) or not value == int(value) >= least:
             raise _Refused
@@ -102,6 +109,8 @@ def whole(default: int | None, least: int = 1) -> Any:
 
 
 def choice(default: Any, *values: Any) -> Any:
+    """Declare one of a few values; the default may be another, such as None."""
+
     def convert(value: Any) -> Any:
         if value not in values:
             raise _Refused

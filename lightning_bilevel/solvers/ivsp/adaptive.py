@@ -11,20 +11,20 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import gradient_error
-from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.ivsp.linesearch import Secant
 from lightning_bilevel.solvers.ivsp.penalty import matching_factor
-from lightning_bilevel.solvers.ivsp.point import Evaluator, LowerBound, Merit, Point, rounding
+from lightning_bilevel.solvers.ivsp.point import LowerBound, Point, rounding
 from lightning_bilevel.solvers.ivsp.rules import (
     PATIENCE,
-    Accepted,
+    Exceeds,
     Refined,
+    Rules,
     must_update,
     prox_error,
 )
@@ -32,7 +32,6 @@ from lightning_bilevel.solvers.ivsp.state import State
 
 __all__ = [
     "AdaptiveRules",
-    "adapted_accuracy",
     "corrected",
     "follow",
     "shortened",
@@ -66,52 +65,44 @@ _EVERY = 10
 _MOST = 10
 
 
-class AdaptiveRules:
+class AdaptiveRules(Rules):
     """The rules for constants that IVSP has estimated."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.constants = state.constants
-        # Whether rho was estimated such that the inner loop converges fast.
-        self.conditioned = {"rho", "L_yy"} <= set(state.estimated)
-        # A low cap makes failures cheap.
-        self.patience = math.inf if self.conditioned else PATIENCE
+    @property
+    def conditioned(self) -> bool:
+        """Whether rho was estimated such that the inner loop converges fast."""
+        return {"rho", "L_yy"} <= set(self.state.estimated)
 
-    def refine(
-        self, evaluate: Evaluator, here: Point, merit: Merit, feasible: ConvexSet
-    ) -> Refined:
+    @property
+    def patience(self) -> float:
+        return math.inf if self.conditioned else PATIENCE  # a low cap makes failures cheap
+
+    def refine(self, here: Point) -> Refined:
         """Evaluate R again if the gradient's error may be larger than the mapping."""
-        s = self.state
-        B_R = self._gradient_bound(here, s.B_R)
-        mapping = self._mapping(here, merit.direction(here), feasible, float(merit.mu / s.L_start))
-        needed = self._needed(mapping, here, merit, B_R)
-        if mapping >= prox_error(s, here.zeta, merit, B_R) or needed >= here.zeta:
+        merit, scale = self.merit, float(self.merit.mu / self.state.L_start)
+        B_R = self._gradient_bound(here, self.state.B_R)
+        mapping = self._mapping(here, merit.direction(here), scale)
+        needed = self.accuracy(mapping, here, B_R)
+        if mapping >= prox_error(self, here.zeta, B_R) or needed >= here.zeta:
             return Refined(here, B_R, needed)
-        here = evaluate.refined(here, needed)
+        here = self.evaluate.refined(here, needed)
         B_R = self._gradient_bound(here, B_R)
-        mapping = self._mapping(here, merit.direction(here), feasible, float(merit.mu / s.L_start))
-        return Refined(here, B_R, self._needed(mapping, here, merit, B_R))
+        mapping = self._mapping(here, merit.direction(here), scale)
+        return Refined(here, B_R, self.accuracy(mapping, here, B_R))
 
-    def evaluate(
-        self,
-        evaluate: Evaluator,
-        here: Point,
-        w: Tensor,
-        zeta: float,
-        exceeds_bound: Callable[[LowerBound], bool],
-    ) -> Point | LowerBound:
-        """Evaluate a trial from z, moved as far as y moves; reject it early where values suffice."""
-        cap = self.constants.max_inner
-        cap = min(cap, _MAX_INNER) if self.conditioned else cap
+    def trial(self, here: Point, w: Tensor, zeta: float, exceeds: Exceeds) -> Point | LowerBound:
+        """Evaluate a trial from z, moved as far as y moves; reject it early by its values."""
+        c, evaluate = self.constants, self.evaluate
+        cap = min(c.max_inner, _MAX_INNER) if self.conditioned else c.max_inner
         start = evaluate.problem.lower_set.project(here.z + (w[here.split :] - here.y))
         # Further residuals are not among the values, and a fixed L takes all.
-        if self.constants.fixed_L is not None or len(here.residuals) > 1:
+        if c.fixed_L is not None or len(here.residuals) > 1:
             return evaluate.at(w, start, zeta, cap)
-        return evaluate.evaluate_or_reject(w, start, zeta, cap, exceeds_bound)
+        return evaluate.evaluate_or_reject(w, start, zeta, cap, exceeds)
 
-    def slack(self, here: Point, there: Point | LowerBound, gamma: float) -> float:
+    def slack(self, here: Point, there: Point | LowerBound) -> float:
         """Return the rounding error: each value is exact up to some roundings of its terms."""
-        return _FLOOR * rounding(here, there, gamma)
+        return _FLOOR * rounding(here, there, self.merit.gamma)
 
     def allowed_at(self, L: float) -> float:
         r"""Return the curvature by which the allowance is computed: at least L_init.
@@ -139,7 +130,7 @@ class AdaptiveRules:
             return _BLIND * L
         return min(max(curvature, 2 * L), _FARTHEST * L)
 
-    def next_penalty(self, done: Accepted) -> float:
+    def next_penalty(self, there: Point, step: float, L: float) -> float:
         r"""Return the inverse penalty of the next iteration.
 
         The paper's test halves it. Besides, it follows the multiplier
@@ -151,15 +142,15 @@ class AdaptiveRules:
         where a constraint hardly binds it would grow without end.) That happens in the first
         iterations of a run only; from then on the grid falls by halves, as the theorem wants it.
         """
-        there, merit, gamma = done.there, done.merit, done.merit.gamma
-        if must_update(self.state, done):
+        merit, gamma = self.merit, self.merit.gamma
+        if must_update(self, there, step):
             return max(_RATIO * gamma, sys.float_info.min)
         factor = matching_factor(merit.phi.slope(there.worst, merit.mu))
         if factor == 1.0 or self.state.gamma_changes >= _MATCHES:
             return gamma
-        scale = float(merit.mu / done.L)
-        left = self._mapping(there, merit.direction(there), done.feasible, scale)
-        of_f = self._mapping(there, gamma * there.grad_f, done.feasible, scale)
+        scale = float(merit.mu / L)
+        left = self._mapping(there, merit.direction(there), scale)
+        of_f = self._mapping(there, gamma * there.grad_f, scale)
         returns = 1.0 < factor <= self.constants.gamma0 / gamma
         share = _HOLDS if returns else _SOLVED
         return factor * gamma if left < share * (abs(1 - factor) * of_f) else gamma
@@ -176,34 +167,31 @@ class AdaptiveRules:
         error = gradient_error(here.zeta, 1.0, c.envelope, L_xy=s.scaled_L_xy, b=0.0, B_R=0.0)
         return max(seen, s.metric.dual_norm(here.grad_R) + error)
 
-    def _needed(self, mapping: float, here: Point, merit: Merit, B_R: float) -> float:
-        """Return the accuracy for an error of half of the mapping, or the rounding of g."""
-        wanted = adapted_accuracy(mapping, merit, self.state, B_R)
-        return max(wanted, _FLOOR * torch.finfo(here.w.dtype).eps * abs(here.lower))
+    def accuracy(self, mapping: float, here: Point, B_R: float) -> float:
+        r"""Return the accuracy for a gradient error of at most half of the gradient mapping M.
 
-    def _mapping(self, here: Point, direction: Tensor, feasible: ConvexSet, scale: float) -> float:
+        Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most M/4:
+
+        .. math::
+            \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/4, \qquad
+            b_\phi B_R \zeta/\mu \le M/4
+
+        The rounding of g is a lower bound.
+        """
+        part = _ERROR / 2 * mapping
+        envelope, merit = self.constants.envelope, self.merit
+        lipschitz = math.hypot(self.state.scaled_L_xy, 1 / envelope.rho)
+        from_distance = envelope.modulus / 2 * (part / lipschitz) ** 2
+        from_slope = part * merit.mu / (merit.phi.b * B_R) if B_R > 0.0 else math.inf
+        least = _FLOOR * torch.finfo(here.w.dtype).eps * abs(here.lower)
+        return max(min(from_distance, from_slope), least)
+
+    def _mapping(self, here: Point, direction: Tensor, scale: float) -> float:
         """Return the norm of the gradient mapping of a step against the direction, in place."""
-        metric: Metric = self.state.metric
+        metric = self.state.metric
         moved = metric.scaled(direction.mul_(scale), 2)
-        projected = feasible.project(torch.sub(here.w, moved, out=moved))
+        projected = self.feasible.project(torch.sub(here.w, moved, out=moved))
         return metric.distance(projected, here.w) / scale
-
-
-def adapted_accuracy(mapping: float, merit: Merit, state: State, B_R: float) -> float:
-    r"""Return the accuracy for a gradient error of at most half of the gradient mapping M.
-
-    Both terms of :func:`~lightning_bilevel.core.moreau.gradient_error` are then at most M/4:
-
-    .. math::
-        \sqrt{L_{xy}^2 + 1/\rho^2}\,\sqrt{2\zeta/m} \le M/4, \qquad
-        b_\phi B_R \zeta/\mu \le M/4
-    """
-    part = _ERROR / 2 * mapping
-    envelope = state.constants.envelope
-    lipschitz = math.hypot(state.scaled_L_xy, 1 / envelope.rho)
-    from_distance = envelope.modulus / 2 * (part / lipschitz) ** 2
-    from_slope = part * merit.mu / (merit.phi.b * B_R) if B_R > 0.0 else math.inf
-    return min(from_distance, from_slope)
 
 
 def zhang_hager(fall: float, weight: float) -> tuple[float, float]:
@@ -282,7 +270,7 @@ def shortened(s: State) -> State:
 
 def corrected(s: State, factor: int) -> State:
     """Return the state with an L_yy that the inner loop found too small by a factor."""
-    more = s.constants.more_curved(factor, s.estimated)
+    more: dict[str, Any] = s.constants.more_curved(factor, s.estimated)
     # R has another rho now, so the point is evaluated again.
     return replace(s, constants=replace(s.constants, **more), halvings=0, point=None)
 

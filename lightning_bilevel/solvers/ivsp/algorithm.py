@@ -11,24 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sets import ConvexSet, Product
+from lightning_bilevel.core.sets import Product
 from lightning_bilevel.solvers.base import Method
 from lightning_bilevel.solvers.ivsp.adaptive import AdaptiveRules, corrected, follow, shortened
 from lightning_bilevel.solvers.ivsp.choose import choose
-from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants, safe_L
 from lightning_bilevel.solvers.ivsp.linesearch import Search, Trial, barzilai_borwein, secant
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Merit, Point
-from lightning_bilevel.solvers.ivsp.rules import Accepted, PaperRules, Rules, prox_error
-from lightning_bilevel.solvers.ivsp.safe import safe_L
+from lightning_bilevel.solvers.ivsp.rules import PaperRules, prox_error
 from lightning_bilevel.solvers.ivsp.state import State
 from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["IVSPInfo", "IVSPMethod"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IVSPInfo(PenaltyInfo):
-    """The record of one outer iteration of IVSP."""
+__all__ = ["IVSPMethod"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +55,31 @@ class IVSPMethod(IVSPConstants, Method[State]):
             L_start=float(c.fixed_L or c.L_init),
         )
 
-    def step(self, problem: BilevelProblem, s: State) -> tuple[State, IVSPInfo]:
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, PenaltyInfo]:
         """Do one outer iteration of Algorithm 1."""
         calls = problem.calls.lower
         s, here = _evaluated(problem, shortened(s))
         c, k, metric = s.constants, s.k, s.metric
-        rules: Rules = AdaptiveRules(s) if c.rules == "own" else PaperRules(s)
         C = Product([problem.upper_set, problem.lower_set], [s.x.numel(), s.y.numel()])
         evaluate = Evaluator(problem, c, metric.split, metric.y, s.halvings)
 
         # Line 2: smoothing mu_k, inverse penalty gamma_k, accuracy zeta_{k+1}.
         merit = Merit(s.gamma, c.mu(k), c.phi)
-        refined = rules.refine(evaluate, here, merit, C)
+        rules = (AdaptiveRules if c.rules == "own" else PaperRules)(s, evaluate, merit, C)
+        refined = rules.refine(here)
         here = refined.point
         zeta = evaluate.accuracy(min(c.zeta(k + 1), refined.zeta))
-        error = prox_error(s, here.zeta, merit, refined.B_R)
+        error = prox_error(rules, here.zeta, refined.B_R)
 
         # Lines 3 to 8: w^{k+1} by backtracking on L from L_{k,0}.
-        search = Search(evaluate, here, merit, C, metric, rules, error, zeta, s.excess)
+        search = Search(rules, here, error, zeta)
         accepted, L, trials = search.backtrack(s.L_start)
         there, step = accepted.point, accepted.step
         assert there is not None
-        s = _warned(s, problem, search, accepted, trials, C)
+        s = _warned(s, search, accepted, trials)
 
         # Line 9: the penalty grows if a violation persists although the step is small.
-        gamma = rules.next_penalty(Accepted(there, merit, step, L, C))
+        gamma = rules.next_penalty(there, step, L)
         updated = gamma < merit.gamma
 
         # Line 10: safeguarded Barzilai-Borwein start of the next search.
@@ -108,7 +102,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
             fall = search.start + s.excess - merit.value(there)
             new = follow(new, fall, change, refined, zeta)
         new = _at(new, there)
-        info = IVSPInfo(
+        info = PenaltyInfo(
             upper=there.f,
             lower=there.lower,
             inner_iterations=problem.calls.lower - calls,
@@ -183,9 +177,7 @@ def _at(s: State, point: Point) -> State:
     return s
 
 
-def _warned(
-    s: State, problem: BilevelProblem, search: Search, found: Trial, trials: int, C: ConvexSet
-) -> State:
+def _warned(s: State, search: Search, found: Trial, trials: int) -> State:
     """Warn, once a run, of a step with a fixed L that ascends and of a step of length 0."""
     c, here, metric = s.constants, search.here, s.metric
     if c.fixed_L is not None and found.merit > found.bound and "ascent" not in s.warned:
@@ -204,8 +196,8 @@ def _warned(
         return s
     if trials > 1:
         # A step of length 0 is also what a g that changes between calls ends in.
-        problem.check_unchanged(s.x, s.y, here.f, here.lower)
-    moved = C.project(here.w - metric.scaled(search.merit.direction(here), 2))
+        search.rules.evaluate.problem.check_unchanged(s.x, s.y, here.f, here.lower)
+    moved = search.rules.feasible.project(here.w - metric.scaled(search.merit.direction(here), 2))
     mapping, eps = metric.distance(moved, here.w), torch.finfo(here.w.dtype).eps
     if mapping <= math.sqrt(eps) * (1 + metric.norm(here.w)):
         return s

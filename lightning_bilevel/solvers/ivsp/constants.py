@@ -1,12 +1,11 @@
-"""The constants of IVSP: their conditions, their schedules, and why an estimated one is as it is."""
+"""The constants of IVSP: conditions, schedules, and the reason of an estimated one."""
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from lightning_bilevel.core.moreau import Envelope
@@ -20,7 +19,7 @@ from lightning_bilevel.solvers.constants import (
 )
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, SmoothingName, Softplus
 
-__all__ = ["PAPER", "PER_TASK", "IVSPConstants", "Known", "explain"]
+__all__ = ["PAPER", "PER_TASK", "IVSPConstants", "Known", "explain", "safe_L"]
 
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
@@ -79,7 +78,7 @@ class IVSPConstants(Constants):
     B_R: float = nonnegative(None)
     theta_low: float = positive(1e-24)
     theta_hat: float = between(1.99, 0, 2)
-    smoothing: SmoothingName = choice("huber", "huber", "softplus")
+    smoothing: SmoothingName = choice("huber", "huber", "softplus")  # noqa: RUF009
     fixed_L: float = positive(None)
     max_trials: int = whole(100)
     max_inner: int = whole(10_000)
@@ -149,4 +148,50 @@ def explain(c: IVSPConstants, estimated: Iterable[str], unit: float) -> list[tup
     """Return each estimated constant with its value and the reason, in words."""
     names = set(estimated)
     rows = [(n, f"{getattr(c, n):.4g} ({why})") for n, why in _REASONS.items() if n in names]
-    return [*rows, ("unit of x", f"{unit:g} (from the gradients of the gap in x and y)")] if rows else []
+    return (
+        [*rows, ("unit of x", f"{unit:g} (from the gradients of the gap in x and y)")]
+        if rows
+        else []
+    )
+
+
+def safe_L(
+    c: IVSPConstants,
+    seen: float = 0.0,
+    L_f: float = 0.0,
+    L_R: float = 0.0,
+    theta_hat: float | None = None,
+) -> float:
+    r"""Return the curvature above which every step descends: what a fixed L has to be.
+
+    With a fixed L (the paper's Strategy I) no trial is tested. The paper proves the descent of its
+    merit function for
+
+    .. math::
+        L \ge L_{\text{safe}} = \max\Bigl\{\frac{\underline\vartheta}{\hat\vartheta},\;
+          \frac{c_1 + \gamma_0 \mu_0 L_f + L_G}{2 - \hat\vartheta}\Bigr\}, \qquad
+        L_G = b_\phi B_R^2 + \mu_0 L_R
+
+    where :math:`L_f` and :math:`L_R` are Lipschitz constants of the gradients of f and R, and
+    :math:`B_R` bounds the gradient of R. A smaller L may descend too, but nothing is proved for it.
+
+    Args:
+        c: The constants of a run.
+        seen: The largest norm of the gradient of R so far, which counts if B_R is None.
+        L_f: Lipschitz constant of the gradient of f on C.
+        L_R: Lipschitz constant of the gradient of R on C, see
+            :func:`~lightning_bilevel.core.moreau.gap_lipschitz`.
+        theta_hat: :math:`\hat\vartheta`, in (0, 2); None is that of the constants. Only the line
+            search uses it. For a fixed L it is a constant of the proof alone, and 1 instead of the
+            paper's 1.99 makes :math:`L_{\text{safe}}` a hundred times smaller.
+    """
+    if c.missing:
+        raise ValueError(
+            f"`IVSP.safe_L()` needs {', '.join(c.missing)}, which IVSP chooses at its first step: "
+            "call it after that, or give all constants of the task."
+        )
+    B_R = c.B_R if c.B_R is not None else seen or PAPER["B_R"]
+    c1 = PAPER["c1"] if c.c1 is None else c.c1
+    theta = c.theta_hat if theta_hat is None else theta_hat
+    L_G = c.phi.b * B_R**2 + c.mu0 * L_R
+    return max(c.theta_low / theta, (c1 + c.gamma0 * c.mu0 * L_f + L_G) / (2 - theta))

@@ -3,7 +3,6 @@ r"""The backtracking search of Algorithm 1 (lines 3 to 8), its start (line 10) a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,9 @@ from lightning_bilevel.core.errors import (
     NonFiniteError,
 )
 from lightning_bilevel.core.metric import Metric
-from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import squared_distance
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
-from lightning_bilevel.solvers.ivsp.point import Evaluator, LowerBound, Merit, Point, rounding
+from lightning_bilevel.solvers.ivsp.point import LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.rules import Rules
 
 __all__ = ["Search", "Secant", "Trial", "allowance", "barzilai_borwein", "secant"]
@@ -69,44 +67,23 @@ class Search:
     (:func:`~lightning_bilevel.solvers.ivsp.adaptive.zhang_hager`).
 
     Args:
-        evaluate: The evaluation of points.
+        rules: The rules of the run, with what they know of the iteration.
         here: The current point.
-        merit: The merit function.
-        feasible: C.
-        metric: The units of the levels.
-        rules: The rules of the run.
         error: The bound on the error of the gradient here.
         zeta: The accuracy of trial points.
-        excess: e.
 
     Attributes:
         start: The merit of the current point.
         failures: The errors of the trials that could not be evaluated.
     """
 
-    def __init__(
-        self,
-        evaluate: Evaluator,
-        here: Point,
-        merit: Merit,
-        feasible: ConvexSet,
-        metric: Metric,
-        rules: Rules,
-        error: float,
-        zeta: float,
-        excess: float,
-    ) -> None:
-        self.evaluate = evaluate
-        self.constants = evaluate.constants
-        self.here = here
-        self.merit = merit
-        self.feasible = feasible
-        self.metric = metric
+    def __init__(self, rules: Rules, here: Point, error: float, zeta: float) -> None:
         self.rules = rules
+        self.here = here
         self.error = error
         self.zeta = zeta
-        self.excess = excess
-        self.start = merit.value(here)
+        self.merit, self.metric = rules.merit, rules.state.metric
+        self.start = self.merit.value(here)
         self.failures: list[BilevelError] = []
 
     def backtrack(self, L: float) -> tuple[Trial, float, int]:
@@ -115,7 +92,7 @@ class Search:
         Returns:
             The accepted trial, its curvature, and how many trials were made.
         """
-        most = self.constants.max_trials
+        most = self.rules.constants.max_trials
         self.here.release()
         for count in range(1, most + 1):
             result = self.trial(L)
@@ -131,7 +108,7 @@ class Search:
         """Make the trial with curvature L."""
         here, merit, metric = self.here, self.merit, self.metric
         moved = metric.scaled(merit.direction(here).mul_(merit.mu / L), 2)
-        w = self.feasible.project(torch.sub(here.w, moved, out=moved))
+        w = self.rules.feasible.project(torch.sub(here.w, moved, out=moved))
         del moved
         d = step_length(w, here.w, metric)
 
@@ -144,9 +121,7 @@ class Search:
 
         value = math.inf
         try:
-            there = self.rules.evaluate(
-                self.evaluate, here, w, self.zeta, lambda bound: self._exceeds(bound, L, d)
-            )
+            there = self.rules.trial(here, w, self.zeta, lambda low: self._exceeds(low, L, d))
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
             return Trial(False, value, self.start, d, None, self.rules.retry(L, seen))
@@ -155,10 +130,8 @@ class Search:
             value = merit.value(there)
             return Trial(False, value, bound, d, None, self.rules.retry(L, seen))
         value = merit.value(there, self.zeta)
-        accepted = self.constants.fixed_L is not None or value <= bound
-        return Trial(
-            accepted, value, bound, d, there, L if accepted else self.rules.retry(L, seen)
-        )
+        accepted = self.rules.constants.fixed_L is not None or value <= bound
+        return Trial(accepted, value, bound, d, there, L if accepted else self.rules.retry(L, seen))
 
     def check_evaluated(self, trials: int) -> None:
         """Raise the last failure if none of the trials could be evaluated.
@@ -178,22 +151,22 @@ class Search:
 
     def _bound(self, there: Point | LowerBound, L: float, d: float) -> float:
         """Return what the merit of a trial must be at most."""
-        c = self.constants
+        c = self.rules.constants
         mu = self.merit.mu
         tau = allowance(d, self.rules.allowed_at(L), mu, self.error, c)
         tau = tau + self.here.zeta + self.zeta
-        slack = self.rules.slack(self.here, there, self.merit.gamma)
-        return self.start + self.excess - c.c1 / (2 * mu) * d**2 + tau + slack
+        slack = self.rules.slack(self.here, there)
+        return self.start + self.rules.state.excess - c.c1 / (2 * mu) * d**2 + tau + slack
 
     def _note(self, error: BilevelError) -> None:
         """Note a failed trial. A shorter step may succeed; raise the error if that is hopeless."""
         here = self.here
         if not self.failures and isinstance(error, InnerLoopError):
             # Checked at the first failure: if f or g changes between calls, all trials would fail.
-            self.evaluate.problem.check_unchanged(here.x, here.y, here.f, here.lower)
+            self.rules.evaluate.problem.check_unchanged(here.x, here.y, here.f, here.lower)
         self.failures.append(error)
         failed = sum(isinstance(failure, InnerLoopError) for failure in self.failures)
-        if self.constants.fixed_L is not None or failed > self.rules.patience:
+        if self.rules.constants.fixed_L is not None or failed > self.rules.patience:
             raise error
 
 

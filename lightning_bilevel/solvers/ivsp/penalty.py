@@ -1,4 +1,4 @@
-r"""The smoothed plus function, the test that strengthens the penalty, and what gamma follows."""
+r"""The smoothed plus function, and the inverse penalties that gamma takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ __all__ = [
     "Softplus",
     "inverse_penalty",
     "matching_factor",
-    "needs_update",
 ]
 
 SmoothingName = Literal["huber", "softplus"]
@@ -99,15 +98,3 @@ def matching_factor(slope: float) -> float:
         slope: :math:`\phi_\mu'` of the constraint.
     """
     return min(max(0.5 / slope, 0.5), 2.0) if slope > 0.0 else 1.0
-
-
-def needs_update(
-    residual: float, step: float, *, mu: float, gamma: float, a: float, c2: float
-) -> bool:
-    r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
-
-    .. math::
-        \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad
-        \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
-    """
-    return residual > 2 * a * mu and step <= c2 * mu * gamma

@@ -8,22 +8,29 @@ exceed the schedule, and a line search that allows for the error of the evaluati
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.moreau import gradient_error
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty, needs_update
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
+from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 from lightning_bilevel.solvers.ivsp.point import Evaluator, LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.state import State
 
-__all__ = ["PATIENCE", "Accepted", "PaperRules", "Refined", "Rules", "must_update", "prox_error"]
+__all__ = ["PATIENCE", "Exceeds", "PaperRules", "Refined", "Rules", "must_update", "prox_error"]
 
 # Trials of one line search whose inner loop may fail before the search gives up.
 PATIENCE = 5
+
+# Tells whether a lower bound of the merit suffices to reject a trial.
+Exceeds = Callable[[LowerBound], bool]
 
 
 class Refined(NamedTuple):
@@ -40,51 +47,48 @@ class Refined(NamedTuple):
     zeta: float
 
 
-class Accepted(NamedTuple):
-    """What a line search has led to.
+@dataclass(frozen=True)
+class Rules(ABC):
+    """What Algorithm 1 leaves open, for iteration k.
 
     Attributes:
-        there: The accepted point.
-        merit: The merit function that accepted it.
-        step: The length of the step.
-        L: The accepted curvature.
+        state: The state before it.
+        evaluate: The evaluation of points.
+        merit: The smoothed penalty function, with mu_k and gamma_k.
         feasible: C.
     """
 
-    there: Point
+    state: State
+    evaluate: Evaluator
     merit: Merit
-    step: float
-    L: float
     feasible: ConvexSet
 
+    @property
+    def constants(self) -> IVSPConstants:
+        return self.state.constants
 
-class Rules(Protocol):
-    """What Algorithm 1 leaves open, for one iteration from a state."""
+    @property
+    @abstractmethod
+    def patience(self) -> float:
+        """Trials whose inner loop may fail before a line search gives up."""
 
-    # Trials whose inner loop may fail before a line search gives up.
-    patience: float
-
-    def refine(
-        self, evaluate: Evaluator, here: Point, merit: Merit, feasible: ConvexSet
-    ) -> Refined:
+    @abstractmethod
+    def refine(self, here: Point) -> Refined:
         """Evaluate the current point more accurately if its step needs that."""
 
-    def evaluate(
-        self,
-        evaluate: Evaluator,
-        here: Point,
-        w: Tensor,
-        zeta: float,
-        exceeds_bound: Callable[[LowerBound], bool],
-    ) -> Point | LowerBound:
+    @abstractmethod
+    def trial(self, here: Point, w: Tensor, zeta: float, exceeds: Exceeds) -> Point | LowerBound:
         """Evaluate a trial point, from a warm start."""
 
-    def slack(self, here: Point, there: Point | LowerBound, gamma: float) -> float:
+    @abstractmethod
+    def slack(self, here: Point, there: Point | LowerBound) -> float:
         """Return the rounding error that the Armijo test allows for."""
 
+    @abstractmethod
     def allowed_at(self, L: float) -> float:
         """Return the curvature by which the allowance of a trial with L is computed."""
 
+    @abstractmethod
     def retry(self, L: float, seen: Callable[[], float]) -> float:
         """Return the curvature after L was rejected.
 
@@ -94,39 +98,30 @@ class Rules(Protocol):
                 evaluated.
         """
 
-    def next_penalty(self, done: Accepted) -> float:
-        """Return the inverse penalty of the next iteration."""
+    @abstractmethod
+    def next_penalty(self, there: Point, step: float, L: float) -> float:
+        """Return the inverse penalty of the next iteration, after a step with curvature L."""
 
+    @abstractmethod
     def starts_long(self, trials: int) -> bool:
         """Tell whether the next line search starts from the long Barzilai-Borwein step."""
 
 
-class PaperRules:
+class PaperRules(Rules):
     """The rules of the paper's Algorithm 1; the user sets all constants per task."""
 
-    patience = float(PATIENCE)  # each failure costs max_inner gradients
+    @property
+    def patience(self) -> float:
+        return PATIENCE  # each failure costs max_inner gradients
 
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.constants = state.constants
+    def refine(self, here: Point) -> Refined:
+        return Refined(here, self.constants.B_R, math.inf)
 
-    def refine(
-        self, evaluate: Evaluator, here: Point, merit: Merit, feasible: ConvexSet
-    ) -> Refined:
-        return Refined(here, self.constants.B_R, float("inf"))
-
-    def evaluate(
-        self,
-        evaluate: Evaluator,
-        here: Point,
-        w: Tensor,
-        zeta: float,
-        exceeds_bound: Callable[[LowerBound], bool],
-    ) -> Point | LowerBound:
+    def trial(self, here: Point, w: Tensor, zeta: float, exceeds: Exceeds) -> Point | LowerBound:
         """Evaluate every trial to the end, from the current z."""
-        return evaluate.at(w, here.at_z, zeta)
+        return self.evaluate.at(w, here.at_z, zeta)
 
-    def slack(self, here: Point, there: Point | LowerBound, gamma: float) -> float:
+    def slack(self, here: Point, there: Point | LowerBound) -> float:
         """Return the paper's 1e-12.
 
         The paper names no dtype. In float32 we add the rounding error of the compared values, which
@@ -135,7 +130,7 @@ class PaperRules:
         """
         if here.w.dtype == torch.float64:
             return 1e-12
-        return 1e-12 + rounding(here, there, gamma)
+        return 1e-12 + rounding(here, there, self.merit.gamma)
 
     def allowed_at(self, L: float) -> float:
         return L
@@ -143,27 +138,28 @@ class PaperRules:
     def retry(self, L: float, seen: Callable[[], float]) -> float:
         return 2 * L
 
-    def next_penalty(self, done: Accepted) -> float:
-        r"""Return the next :math:`\hat\gamma_t = \gamma_0 (t + 1)^{-1/2}` if the test asks for it."""
-        if must_update(self.state, done):
+    def next_penalty(self, there: Point, step: float, L: float) -> float:
+        r"""Return the next :math:`\gamma_0 (t + 1)^{-1/2}` if the test asks for it."""
+        if must_update(self, there, step):
             return inverse_penalty(self.state.t + 1, self.constants.gamma0)
-        return done.merit.gamma
+        return self.merit.gamma
 
     def starts_long(self, trials: int) -> bool:
         return self.constants.bb == "long"
 
 
-def must_update(state: State, done: Accepted) -> bool:
-    """Tell whether the paper's test strengthens the penalty."""
-    merit, c2 = done.merit, state.constants.c2
-    return needs_update(
-        done.there.worst, done.step, mu=merit.mu, gamma=merit.gamma, a=merit.phi.a, c2=c2
-    )
+def must_update(now: Rules, there: Point, step: float) -> bool:
+    r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
+
+    .. math::
+        \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad
+        \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
+    """
+    mu, gamma, phi = now.merit.mu, now.merit.gamma, now.merit.phi
+    return there.worst > 2 * phi.a * mu and step <= now.constants.c2 * mu * gamma
 
 
-def prox_error(state: State, zeta: float, merit: Merit, B_R: float) -> float:
+def prox_error(now: Rules, zeta: float, B_R: float) -> float:
     r"""Bound the error of the gradient of :math:`\phi_\mu(R)` at the accuracy zeta."""
-    c = state.constants
-    return gradient_error(
-        zeta, merit.mu, c.envelope, L_xy=state.scaled_L_xy, b=merit.phi.b, B_R=B_R
-    )
+    c, merit, L_xy = now.constants, now.merit, now.state.scaled_L_xy
+    return gradient_error(zeta, merit.mu, c.envelope, L_xy=L_xy, b=merit.phi.b, B_R=B_R)

@@ -11,8 +11,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.ivsp.algorithm import IVSPMethod
 from lightning_bilevel.solvers.ivsp.choose import choose
-from lightning_bilevel.solvers.ivsp.constants import explain
-from lightning_bilevel.solvers.ivsp.safe import safe_L
+from lightning_bilevel.solvers.ivsp.constants import explain, safe_L
 from lightning_bilevel.solvers.ivsp.state import State
 from lightning_bilevel.solvers.levels import read
 from lightning_bilevel.solvers.theorem import TheoremPoint
@@ -40,10 +39,9 @@ class IVSP(BilevelOptimizer):
     If a trial is rejected, L doubles. :math:`\tau_{k,L}` is the allowance for the inexact
     evaluation. The smoothing falls as :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, and the
     inverse penalty on a grid: :math:`\gamma_k = \gamma_0 (t_k + 1)^{-1/2}` with the paper's rules.
-    With the adaptive rules it starts at :math:`\gamma_0`, follows the multiplier and is halved by
-    the test above (:meth:`~lightning_bilevel.solvers.ivsp.adaptive.AdaptiveRules.next_penalty`). L is then not doubled
-    but set to the curvature that the rejected trial saw, and trials are compared with an average of
-    earlier merits (:func:`~lightning_bilevel.solvers.ivsp.adaptive.zhang_hager`).
+    The adaptive rules start at :math:`\gamma_0`, follow the multiplier and halve it by the test
+    above. They do not double L but set it to the curvature that the rejected trial saw, and compare
+    trials with an average of earlier merits (:mod:`lightning_bilevel.solvers.ivsp.adaptive`).
 
     Constraints :math:`c_i(w) \le 0` beside the lower level (``BilevelProblem(constraints=...)``, or
     a module's ``constraints``) are further residuals: :math:`\sum_i \phi_{\mu_k}(c_i)` is added to
@@ -57,9 +55,9 @@ class IVSP(BilevelOptimizer):
     point of the relaxed problem in :math:`\tilde O(\epsilon^{-3})` first-order evaluations, if the
     constraint qualification ENNAMCQ holds. Cost of an iteration with J inner iterations and one
     trial: J gradients of g in y, one pass of g(x, y) - g(x, z) and one of f. With the paper's rules
-    a rejected trial costs the same. With the adaptive ones a trial whose values of f and g already show
-    that it will be rejected costs one pass of f, one gradient and one value of g, and any other
-    trial one value of g more.
+    a rejected trial costs the same. With the adaptive ones a trial that its values of f and g
+    already reject costs one pass of f, one gradient and one value of g, and any other trial one
+    value of g more.
 
     Args:
         params: The two parameter groups, see
@@ -180,8 +178,9 @@ class IVSP(BilevelOptimizer):
     ) -> float:
         r"""Return :math:`L_{\text{safe}}`: every step with an L above it descends.
 
-        :mod:`lightning_bilevel.solvers.ivsp.safe` has the formula. A constant that IVSP estimates
-        is known after the first step. With L_f = L_R = 0 the result is only a lower bound.
+        :func:`~lightning_bilevel.solvers.ivsp.constants.safe_L` has the formula. A constant that
+        IVSP estimates is known after the first step. With L_f = L_R = 0 the result is only a lower
+        bound.
         """
         c: Any = self.constants
         seen = 0.0 if self.run is None else self.run.B_R

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -56,7 +56,7 @@ class State(base.State):
     z: Tensor | None = None
     f: float = 0.0
     residual: float = 0.0
-    theorem: Theorem = Theorem()
+    theorem: Theorem = field(default_factory=Theorem)
     excess: float = 0.0
     weight: float = 1.0
     B_R: float = 0.0
