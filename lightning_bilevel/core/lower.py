@@ -191,7 +191,7 @@ class LowerLevel:
         return value_y, or_zeros(grad, self.x)
 
     def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
-        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z, by one backward pass."""
+        """Return what :meth:`gap` returns, and the gradient of g(x, .) at z."""
         # Two handles: y and z may be one tensor, and then have a gradient each.
         first, second = LowerPoint(y, keeps=False), LowerPoint(z, keeps=False)
         inputs = (self.x, first.leaf, second.leaf)
@@ -288,6 +288,7 @@ class LowerLevel:
 
 
 def weighted(function: Function, weight: float) -> Function:
+    """Return weight * function."""
     return function if weight == 1.0 else lambda x, y: weight * function(x, y)
 
 
