@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
-from lightning_bilevel.core.moreau import evaluate_gap
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import squared_distance
@@ -149,10 +150,11 @@ def rounding(here: Point, there: Point | LowerBound, gamma: float) -> float:
     return float(torch.finfo(here.w.dtype).eps * size)
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates points of one problem.
 
-    Args:
+    Attributes:
         problem: f and g.
         constants: The constants of the run.
         split: The length of x.
@@ -160,20 +162,15 @@ class Evaluator:
         halvings: How often the step of the inner loop has been halved so far.
     """
 
-    def __init__(
-        self,
-        problem: BilevelProblem,
-        constants: IVSPConstants,
-        split: int,
-        unit: float,
-        halvings: int,
-    ) -> None:
-        self.problem = problem
-        self.constants = constants
-        self.split = split
-        self.halvings = halvings
-        self.envelope = constants.envelope.in_unit(unit)
-        self.L_yy = constants.L_yy / unit**2
+    problem: BilevelProblem
+    constants: IVSPConstants
+    split: int
+    unit: float
+    halvings: int
+
+    @cached_property
+    def envelope(self) -> Envelope:
+        return self.constants.envelope.in_unit(self.unit)
 
     def accuracy(self, wanted: float) -> float:
         """Return the accuracy of evaluations: without a lower level they are exact, with z = y."""
@@ -283,7 +280,7 @@ class Evaluator:
             zeta,
             self.envelope,
             self.problem.lower_set,
-            L_yy=self.L_yy,
+            L_yy=c.L_yy / self.unit**2,
             halvings=self.halvings,
             max_inner=c.max_inner if max_inner is None else max_inner,
             accelerated=c.inner == "accelerated",
