@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import Face, face_at
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import (

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer

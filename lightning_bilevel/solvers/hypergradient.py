@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.differences import difference_curvature, difference_products
-from lightning_bilevel.core.faces import Face
 from lightning_bilevel.core.lower import LowerLevel
-from lightning_bilevel.core.sets import ConvexSet
+from lightning_bilevel.core.sets import ConvexSet, Face
 
 __all__ = ["Descent", "Ways", "adjoint_matrix", "descend_to", "products", "resolution"]
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, descend_to, products

@@ -1,7 +1,7 @@
 r"""Solve the adjoint system of a hypergradient, given products with its matrix alone.
 
 At a solution y of the lower level and for the face of Y on which it lies (T and b of
-:mod:`~lightning_bilevel.core.faces`, s the step of y), the hypergradient is
+:mod:`~lightning_bilevel.core.sets`, s the step of y), the hypergradient is
 :math:`\nabla_x f - \nabla^2_{xy} g\, v` with
 
 .. math:: A v = T\, \nabla_y f, \qquad

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.differences import difference_products
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.hypergradient import Ways, resolution

@@ -11,10 +11,12 @@ from lightning_bilevel.core.sets import (
     Ball,
     Box,
     ConvexSet,
+    Face,
     Free,
     Product,
     Scaled,
     Simplex,
+    face_at,
     is_bounded,
 )
 
@@ -28,6 +30,7 @@ SETS: dict[str, ConvexSet] = {
     "point": Box(0.3, 0.3),
     "nonnegative": Box(0.0, torch.inf),
     "ball": Ball(1.3),
+    "ball around all": Ball(100.0),
     "ball elsewhere": Ball(0.7, [1.0, -1.0, 0.5, 0.0, 2.0, 0.0]),
     "simplex": Simplex(),
     "simplex of 3": Simplex(3.0),
@@ -241,6 +244,37 @@ def test_scaled_is_the_set_in_other_units(name: str, unit: float) -> None:
         assert Scaled(base, unit).normal_cone_distance(p / unit, v) == pytest.approx(
             base.normal_cone_distance(p, v), rel=1e-6
         )
+
+
+@every_set
+@pytest.mark.parametrize("seed", range(4))
+def test_the_face_has_the_limit_of_difference_quotients(convex_set: ConvexSet, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    u, v, w = (torch.randn(N, generator=generator, dtype=torch.float64) for _ in range(3))
+    face = face_at(convex_set, u)
+    t = 1e-6
+    quotient = (convex_set.project(u + t * v) - convex_set.project(u - t * v)) / (2 * t)
+    torch.testing.assert_close(face.differential(v), quotient, rtol=1e-7, atol=1e-8)
+    # T is an orthogonal projection.
+    torch.testing.assert_close(face.tangent(face.tangent(v)), face.tangent(v))
+    assert float(w @ face.tangent(v)) == pytest.approx(float(v @ face.tangent(w)), abs=1e-12)
+
+
+def test_a_point_at_a_bound_without_a_force_is_free() -> None:
+    face = face_at(Box(0.0, 1.0), torch.tensor([0.0, 1.0, -1e-9, 2.0]))
+    assert face.tangent(torch.ones(4)).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_set_of_the_user_needs_a_face_for_hypergradients() -> None:
+    with pytest.raises(TypeError, match=r"projection onto Silent\(\) is not known: hypergradients"):
+        face_at(Product([Free(), Silent()], [1, 1]), torch.zeros(2))
+
+    class Line(Silent):
+        def face(self, u: Tensor) -> Face:
+            return Face(lambda v: 0 * v)
+
+    face = face_at(Product([Free(), Line()], [1, 1]), torch.zeros(2))
+    assert face.differential(torch.ones(2)).tolist() == [1.0, 0.0]
 
 
 @every_set
