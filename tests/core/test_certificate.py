@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest_residual
+from lightning_bilevel.core.multiplier import minimiser, smallest_residual
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.qualification import StrictlyConvex
 from lightning_bilevel.core.sets import Box
@@ -138,8 +138,8 @@ def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, f
         (lambda m: max(5.0 - m, 0.0), 5.0),  # a whole half-line of minimisers
     ],
 )
-def test_least_squares_multiplier_of_known_functions(stationarity, expected: float) -> None:
-    assert least_squares_multiplier(stationarity) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+def test_minimiser_of_known_functions(stationarity, expected: float) -> None:
+    assert minimiser(stationarity) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_an_evaluation_is_not_counted() -> None:
@@ -322,11 +322,16 @@ class TestTable:
 
     def test_as_dict_is_json(self) -> None:
         certificate = self.certificate()
-        again = Certificate(**json.loads(json.dumps(certificate.as_dict())))
-        assert again == certificate
-        assert set(certificate.as_dict()) == {
-            field.name for field in dataclasses.fields(Certificate)
+        saved = certificate.as_dict()
+        assert json.loads(json.dumps(saved)) == saved
+        # What is stored, and what follows from it.
+        stored = {field.name for field in dataclasses.fields(Certificate)}
+        assert stored < set(saved)
+        assert {name: getattr(certificate, name) for name in set(saved) - {"envelope"}} == {
+            name: value for name, value in saved.items() if name != "envelope"
         }
+        assert saved["envelope"] == {"rho": 1.0, "sigma": 0.0, "delta": 0.01}
+        assert {"rho", "kkt", "feasibility", "gap", "constraints"} < set(saved)
 
 
 def test_certify_does_not_need_gradients_to_be_enabled() -> None:
