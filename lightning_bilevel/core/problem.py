@@ -42,7 +42,7 @@ from lightning_bilevel.core.passes import (
     leaf,
     or_zeros,
 )
-from lightning_bilevel.core.sets import ConvexSet, Free, Scaled
+from lightning_bilevel.core.sets import ConvexSet, Face, Free, face_at, is_bounded
 from lightning_bilevel.core.vectors import norm
 
 __all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
@@ -71,6 +71,35 @@ class Start:
 
     upper_gradient: float
     lower_gradient: float
+
+
+class Scaled:
+    r"""The set :math:`\{u : \text{unit} \cdot u \in C\}` of a variable that is measured in a unit.
+
+    Its normal cone at u is that of C at ``unit * u``, because scaling does not change a cone.
+    """
+
+    def __init__(self, base: ConvexSet, unit: float) -> None:
+        self.base = base
+        self.unit = float(unit)
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.base!r}, unit={self.unit:g})"
+
+    @property
+    def bounded(self) -> bool | None:
+        """Whether the set itself is bounded; None if it does not say."""
+        return is_bounded(self.base)
+
+    def project(self, v: Tensor) -> Tensor:
+        return self.base.project(v * self.unit) / self.unit
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return self.base.normal_cone_distance(v * self.unit, gradient)
+
+    def face(self, u: Tensor) -> Face:
+        # P(v) = base.project(unit * v) / unit: the two units cancel.
+        return face_at(self.base, u * self.unit)
 
 
 class BilevelProblem:

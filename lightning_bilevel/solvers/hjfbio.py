@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
+from lightning_bilevel.core.problem import BilevelProblem, Scaled
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.arguments import constants_of
 from lightning_bilevel.solvers.base import BilevelOptimizer

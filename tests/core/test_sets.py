@@ -14,7 +14,6 @@ from lightning_bilevel.core.sets import (
     Face,
     Free,
     Product,
-    Scaled,
     Simplex,
     face_at,
     is_bounded,
@@ -35,9 +34,6 @@ SETS: dict[str, ConvexSet] = {
     "simplex": Simplex(),
     "simplex of 3": Simplex(3.0),
     "product": Product([Box(-1.0, 1.0), Simplex(2.0), Ball(0.5)], [1, 3, 2]),
-    "scaled box": Scaled(Box(-1.0, 0.5), 0.1),
-    "scaled ball": Scaled(Ball(2.0, 0.5), 3.0),
-    "scaled product": Scaled(Product([Simplex(), Box(0.0, 0.7)], [3, 3]), 7.0),
 }
 every_set = pytest.mark.parametrize("convex_set", SETS.values(), ids=SETS.keys())
 both_dtypes = pytest.mark.parametrize(
@@ -119,8 +115,6 @@ class TestProjection:
             "product",
             lambda v: torch.maximum((v[1:4].sum() - 2.0).abs(), torch.relu(v[4:].norm() - 0.5)),
         ),
-        ("scaled box", lambda v: torch.relu(torch.maximum(-10.0 - v, v - 5.0)).max()),
-        ("scaled ball", lambda v: torch.relu((3.0 * v - 0.5).norm() - 2.0)),
     ],
 )
 def test_projection_lies_in_the_set(name: str, violation, dtype: torch.dtype) -> None:
@@ -234,18 +228,6 @@ def test_product_is_its_blocks_side_by_side() -> None:
         assert product.normal_cone_distance(p, d) == pytest.approx(np.hypot(*parts))
 
 
-@pytest.mark.parametrize("name", ["box", "ball elsewhere", "simplex", "nonnegative"])
-@pytest.mark.parametrize("unit", [0.01, 1.0, 30.0])
-def test_scaled_is_the_set_in_other_units(name: str, unit: float) -> None:
-    base = SETS[name]
-    for v in vectors(10):
-        torch.testing.assert_close(Scaled(base, unit).project(v / unit) * unit, base.project(v))
-        p = base.project(v)
-        assert Scaled(base, unit).normal_cone_distance(p / unit, v) == pytest.approx(
-            base.normal_cone_distance(p, v), rel=1e-6
-        )
-
-
 @every_set
 @pytest.mark.parametrize("seed", range(4))
 def test_the_face_has_the_limit_of_difference_quotients(convex_set: ConvexSet, seed: int) -> None:
@@ -291,7 +273,6 @@ def test_sets_satisfy_the_protocol(convex_set: ConvexSet) -> None:
         (Ball(2.0), "Ball(radius=2, center=0)"),
         (Simplex(), "Simplex(total=1)"),
         (Product([Free(), Simplex()], [1, 2]), "Product([Free(), Simplex(total=1)], [1, 2])"),
-        (Scaled(Box(0.0, torch.inf), 0.1), "Scaled(Box(0, inf), unit=0.1)"),
     ],
 )
 def test_repr(convex_set: ConvexSet, text: str) -> None:
@@ -345,9 +326,6 @@ class Silent:
         (Product([Box(0, 1), Free()], [1, 2]), False),
         (Product([Silent(), Free()], [1, 2]), False),
         (Product([Silent(), Ball()], [1, 2]), None),
-        (Scaled(Ball(), 3.0), True),
-        (Scaled(Free(), 3.0), False),
-        (Scaled(Silent(), 3.0), None),
         (Silent(), None),
     ],
     ids=repr,
