@@ -33,7 +33,7 @@ from lightning_bilevel.core.multiplier import Lagrangian
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
-from lightning_bilevel.core.qualification import Qualification, judge, theorem
+from lightning_bilevel.core.qualification import Qualification, theorem
 from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
@@ -177,7 +177,6 @@ class Certificate:
         origin = "of the solver" if self.own_multiplier else "least squares"
         best = f"(the best multiplier would give {self.smallest_kkt:.3e})"
         slope = f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e})"
-        relaxation = f"delta = {self.delta:g}, rho = {self.rho:g}, sigma = {self.sigma:g}"
         rows = [
             ("point", self.point),
             ("evaluated on", self.evaluated_on),
@@ -185,14 +184,17 @@ class Certificate:
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
             ("multiplier", f"{self.multiplier:.4g} ({origin})"),
-            ("KKT residual", f"{self.kkt:.3e} {best}"),
+            (
+                "KKT residual",
+                f"{self.kkt:.3e} (the best multiplier would give {self.smallest_kkt:.3e})",
+            ),
             ("Moreau gap H", f"{self.gap:.3e}"),
             ("residual R = H - delta", f"{self.residual:.3e}"),
             ("upper level f", f"{self.upper:.6g}"),
             ("lower level g", f"{self.lower:.6g}"),
             ("|y - z|", f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e})"),
             ("stationarity of z for g", slope),
-            ("relaxation", relaxation),
+            ("relaxation", f"delta = {self.delta:g}, rho = {self.rho:g}, sigma = {self.sigma:g}"),
             ("constraint qualification", self.qualification),
             ("theorem of IVSP", self.theorem),
         ]
@@ -268,7 +270,8 @@ def certify(
     grad_f = torch.cat([upper.grad_x, upper.grad_y])
     lagrangian = Lagrangian(feasible, torch.cat([x, y]), grad_f, residuals)
     multipliers = lagrangian.best_multipliers(multiplier)
-    known = judge(qualification, envelope, problem.lower_set, problem.upper_set)
+    if not isinstance(qualification, str):
+        qualification = qualification(envelope, problem.lower_set, problem.upper_set)
     return Certificate(
         stationarity=lagrangian.stationarity(multipliers),
         residuals=list(residuals.values),
@@ -280,8 +283,8 @@ def certify(
         lower=gap.lower,
         prox_distance=norm(y - z),
         tolerance=tolerance,
-        qualification=known,
-        theorem=theorem(known, problem.upper_set, problem.lower_set, kinks, problem.beyond),
+        qualification=qualification,
+        theorem=theorem(qualification, problem.upper_set, problem.lower_set, kinks, problem.beyond),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),

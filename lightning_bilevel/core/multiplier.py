@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["Lagrangian", "minimiser", "smallest_residual"]
+__all__ = ["Lagrangian", "minimiser"]
 
 # Multipliers are searched one after another, in so many rounds at most.
 _ROUNDS = 100
@@ -45,7 +45,7 @@ class Lagrangian:
 
         Without constraints beside it, that of R minimises :math:`\Phi^s`. Complementarity has no
         say in it, so another one may have a smaller largest residual: see
-        :func:`smallest_residual`. With constraints they minimise
+        :meth:`smallest_kkt`. With constraints they minimise
         :math:`(\Phi^s)^2 + \sum_{i > 0} (\lambda_i r_i)^2`, so that a slack one has none. This is
         convex and smooth, and minimising along one multiplier after the other finds the smallest.
         """
@@ -62,42 +62,32 @@ class Lagrangian:
         return best
 
     def smallest_kkt(self, multipliers: Sequence[float]) -> float:
-        """Return the smallest largest residual over all multipliers of R, with the others fixed."""
-        first, *others = multipliers
+        r"""Return the smallest KKT residual over all multipliers of R, with the others fixed.
+
+        .. math:: \min_{\lambda \ge 0} \max\{\Phi^s(\lambda), [R]_+, \lambda |R|\}
+
+        It is the smallest :math:`\epsilon` for which the point is an :math:`\epsilon`-KKT point.
+        All three are convex in :math:`\lambda`, so their maximum is. The search ends at 7e-5 of
+        its bracket, so the result is right to some three digits, and never too small. It is at
+        least as good as the given multipliers.
+        """
+        weight, *others = multipliers
         residual, *beside = self.residuals.values
-        products = [abs(weight * r) for weight, r in zip(others, beside, strict=True)]
-        found = smallest_residual(lambda m: self.stationarity([m, *others]), residual, first)
-        return max([found, *beside, *products])
+
+        def largest(weight: float) -> float:
+            return max(self.stationarity([weight, *others]), residual, weight * abs(residual))
+
+        smallest = largest(weight)
+        # No multiplier makes the violation smaller.
+        if smallest > residual:
+            smallest = min(smallest, largest(minimiser(largest, rounds=20)))
+        products = (abs(weight * value) for weight, value in zip(others, beside, strict=True))
+        return max([smallest, *beside, *products])
 
     def _error(self, multipliers: Sequence[float], i: int, value: float) -> float:
         changed = [*multipliers[:i], value, *multipliers[i + 1 :]]
         beside = zip(changed[1:], self.residuals.values[1:], strict=True)
         return math.hypot(self.stationarity(changed), *(weight * r for weight, r in beside))
-
-
-def smallest_residual(
-    stationarity: Callable[[float], float], residual: float, multiplier: float
-) -> float:
-    r"""Return the smallest largest KKT residual of a point over all multipliers.
-
-    .. math:: \min_{\lambda \ge 0} \max\{\Phi^s(\lambda), [R]_+, \lambda |R|\}
-
-    It is the smallest :math:`\epsilon` for which the point is an :math:`\epsilon`-KKT point. All
-    three are convex in :math:`\lambda`, so their maximum is. The search ends at 7e-5 of its
-    bracket, so the result is right to some three digits, and never too small.
-
-    Args:
-        stationarity: :math:`\Phi^s` as a function of the multiplier.
-        residual: R.
-        multiplier: A known multiplier, which the result is at least as good as.
-    """
-
-    def largest(weight: float) -> float:
-        return max(stationarity(weight), residual, weight * abs(residual))
-
-    known = largest(multiplier)
-    # No multiplier makes the violation smaller.
-    return known if known <= residual else min(known, largest(minimiser(largest, rounds=20)))
 
 
 def minimiser(function: Callable[[float], float], rounds: int = 45) -> float:

@@ -28,7 +28,6 @@ __all__ = [
     "ReweightedSigmoidNetwork",
     "StrictlyConvex",
     "cross_entropy_bound",
-    "judge",
     "theorem",
 ]
 
@@ -46,15 +45,6 @@ class Condition(Protocol):
 
 # What is known: the words, or what yields them.
 Qualification = str | Condition
-
-
-def judge(
-    qualification: Qualification, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
-) -> str:
-    """Return what is known about the constraint qualification, in words."""
-    if isinstance(qualification, str):
-        return qualification
-    return qualification(envelope, lower_set, upper_set)
 
 
 def theorem(

@@ -18,7 +18,6 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork,
     StrictlyConvex,
     cross_entropy_bound,
-    judge,
     theorem,
 )
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, Product
@@ -224,18 +223,6 @@ class TestCrossEntropyBound:
         loss = torch.nn.functional.cross_entropy(logits[None], torch.tensor([0]))
         bound = cross_entropy_bound(classes=4, features=3, weight=2.0, feature=5.0)
         assert float(loss) == pytest.approx(bound - math.log(4) + math.log(3), rel=1e-6)
-
-
-class TestJudge:
-    def test_words_are_kept(self) -> None:
-        assert judge("nobody knows", PAPER, HUNDRED, HUNDRED) == "nobody knows"
-
-    def test_a_condition_is_given_y_then_x(self) -> None:
-        def said(envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
-            return f"holds: {lower_set!r} below {upper_set!r}, rho is {envelope.rho}"
-
-        words = judge(said, PAPER, Box(0, 1), Free())
-        assert words == "holds: Box(0, 1) below Free(), rho is 0.5"
 
 
 HOLDS = "holds: because"
