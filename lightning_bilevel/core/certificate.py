@@ -184,10 +184,7 @@ class Certificate:
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
             ("multiplier", f"{self.multiplier:.4g} ({origin})"),
-            (
-                "KKT residual",
-                f"{self.kkt:.3e} (the best multiplier would give {self.smallest_kkt:.3e})",
-            ),
+            ("KKT residual", f"{self.kkt:.3e} {best}"),
             ("Moreau gap H", f"{self.gap:.3e}"),
             ("residual R = H - delta", f"{self.residual:.3e}"),
             ("upper level f", f"{self.upper:.6g}"),
