@@ -94,9 +94,9 @@ class Certificate:
     point: str = ""
     passes: int = field(default=0, compare=False)
 
-    rho = property(attrgetter("envelope.rho"))
-    sigma = property(attrgetter("envelope.sigma"))
-    delta = property(attrgetter("envelope.delta"))
+    rho = property(attrgetter("envelope.rho"), doc="The parameter of the Moreau envelope.")
+    sigma = property(attrgetter("envelope.sigma"), doc="The assumed weak-convexity modulus.")
+    delta = property(attrgetter("envelope.delta"), doc="The relaxation.")
 
     @property
     def kkt(self) -> float:
