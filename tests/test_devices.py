@@ -99,7 +99,7 @@ def device_of(call: ast.Call) -> str | None:
 class TestFactories:
     def test_each_call_names_its_device(self) -> None:
         calls = factory_calls()
-        assert len(calls) > 15
+        assert len(calls) > 10
         assert [f"{m}:{c.lineno}" for m, c in calls if device_of(c) is None] == []
 
     def test_a_fixed_device_is_the_host_and_has_a_reason(self) -> None:

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.lower import Function
-from lightning_bilevel.core.passes import (
-    Calls,
-    Passes,
-    Residuals,
-    check_finite,
-    check_scalar,
-    leaf,
-)
+from lightning_bilevel.core.passes import Calls, Passes, Residuals, check_finite, check_scalar, leaf
 
 __all__ = ["evaluate", "stacked"]
 
@@ -45,25 +38,23 @@ def evaluate(terms: Sequence[Function], passes: Passes, x: Tensor, y: Tensor) ->
     table = torch.stack([_rows(term, w, x.numel()) for term in terms]).sum(0)
     if passes.reduce is not None:
         table = passes.reduce(table)
-    values = table[:, 0].tolist()
-    gradients = tuple(table[:, 1:].to(w.dtype))
-    sums = table[:, 1:].sum(1).tolist()
-    check_finite(_NAME, values, sums, gradients, (x, y))
+    values, gradients = table[:, 0].tolist(), tuple(table[:, 1:].to(w.dtype))
+    check_finite(_NAME, values, table[:, 1:].sum(1).tolist(), gradients, (x, y))
     passes.calls += Calls(upper=len(values))
     return Residuals(tuple(values), gradients)
 
 
 def _rows(term: Function, w: Tensor, split: int) -> Tensor:
     """Return a row for each constraint: its value and its gradient, in float64."""
+    rows = []
     with torch.enable_grad():
-        values = term(w[:split], w[split:])
-        for value in values:
+        for value in term(w[:split], w[split:]):
             check_scalar(_NAME, value)
-        # The constraints of a chunk may share a part of their graph.
-        gradients = [
-            torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)[0]
-            if value.requires_grad
-            else torch.zeros_like(w)
-            for value in values
-        ]
-    return torch.cat([values.detach()[:, None].double(), torch.stack(gradients).double()], dim=1)
+            # The constraints of a chunk may share a part of their graph.
+            (grad,) = (
+                torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
+                if value.requires_grad
+                else (torch.zeros_like(w),)
+            )
+            rows.append(torch.cat([value.detach().reshape(1).double(), grad.double()]))
+    return torch.stack(rows)

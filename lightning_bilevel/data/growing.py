@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
-from lightning_bilevel.core.leaves import map_tensors, tensors
+from lightning_bilevel.core.chunks import Chunks, as_chunks, map_tensors, samples_in, tensors
 from lightning_bilevel.data.samples import check_positive
 
 __all__ = ["Growing", "NestedSample", "stratified_permutation"]

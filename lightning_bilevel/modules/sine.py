@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.sets import Box
+from lightning_bilevel.core.sets import Box, ConvexSet
 from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
@@ -117,7 +117,7 @@ def largest_gap(rho: float) -> float:
     return 2 * math.sin(low) - 2 * low**2 / rho
 
 
-def _qualification(n: int, envelope: Envelope) -> str:
+def _qualification(n: int, envelope: Envelope, *_: ConvexSet) -> str:
     """Say whether R >= 0 at the maxima of the gap, which is n times that of a sine."""
     if envelope.rho >= 1.0:
         return f"not known: rho = {envelope.rho:g} is not below 1, so z need not be unique"

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_bilevel.core.leaves import leaves
+from lightning_bilevel.core.chunks import leaves
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer
 

@@ -78,8 +78,8 @@ class DeclaredLevels:
                 have none.
             qualification: What is known about the constraint qualification of this problem: a
                 :class:`~lightning_bilevel.core.qualification.Condition` such as
-                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
-                of the envelope that returns words. The certificate shows it.
+                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ...". The
+                certificate shows it.
             method: The method of a run on mini-batches, of
                 :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
                 ``configure_optimizers``, or else the next two.

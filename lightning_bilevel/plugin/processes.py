@@ -14,9 +14,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
+from lightning_bilevel.core.chunks import (
+    Chunks,
+    as_chunks,
+    leaves,
+    map_tensors,
+    samples_in,
+    tensors,
+)
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 

@@ -12,8 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
-from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
-from lightning_bilevel.core.leaves import tensors
+from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.declaration import Declaration
 from lightning_bilevel.plugin.functional import ModuleFunctions, problem_of

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bilevel.core.chunks import map_tensors
 from lightning_bilevel.core.errors import (
     BilevelError,
     InnerLoopError,
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem

@@ -1,7 +1,7 @@
 r"""What the methods on hypergradients share: products in two ways, and the adjoint system.
 
 At a solution y of the lower level and for the face of Y on which it lies (T and b of
-:mod:`~lightning_bilevel.core.faces`, s the step of y), the hypergradient is
+:mod:`~lightning_bilevel.core.sets`, s the step of y), the hypergradient is
 :math:`\nabla_x f - \nabla^2_{xy} g\, v` with
 
 .. math:: A v = T\, \nabla_y f, \qquad
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.differences import difference_curvature, difference_products
-from lightning_bilevel.core.faces import Face
 from lightning_bilevel.core.lower import LowerLevel, LowerPoint
+from lightning_bilevel.core.sets import Face
 from lightning_bilevel.core.vectors import dot, norm
 from lightning_bilevel.solvers.base import State
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
-from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
-from lightning_bilevel.core.sets import Box, Free, Scaled
+from lightning_bilevel.core.problem import BilevelProblem, Calls, Scaled, Start
+from lightning_bilevel.core.sets import Box, Free
 
 both_dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]

@@ -118,9 +118,9 @@ def test_the_certificate_names_them() -> None:
     ("qualification", "words"),
     [
         ("holds by assumption", "holds by assumption"),
-        (lambda envelope: f"holds for rho = {envelope.rho}", "holds for rho = 0.1"),
+        (lambda envelope, *_: f"holds for rho = {envelope.rho}", "holds for rho = 0.1"),
         ("fails: an example", "fails: an example"),
-        (lambda envelope: "not known: yet", "not known: yet"),
+        (lambda envelope, *_: "not known: yet", "not known: yet"),
         (StrictlyConvex(), "holds: for each delta > 0, because g is strictly convex in y"),
     ],
 )

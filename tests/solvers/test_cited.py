@@ -28,7 +28,7 @@ from lightning_bilevel import (
     PBGDFree,
     Product,
 )
-from lightning_bilevel.core.sets import Scaled
+from lightning_bilevel.core.problem import Scaled
 from lightning_bilevel.solvers.hjfbio import _held
 from lightning_bilevel.solvers.lumei import Saddle, solve_saddle
 from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo

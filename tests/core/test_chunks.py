@@ -13,8 +13,7 @@ from running import same_parameters, trainer
 from torch import Tensor
 
 from lightning_bilevel import Chunks, FullBatchDataModule
-from lightning_bilevel.core.chunks import samples_in
-from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
+from lightning_bilevel.core.chunks import leaves, map_tensors, samples_in, tensors
 from lightning_bilevel.plugin.processes import part_of
 
 
