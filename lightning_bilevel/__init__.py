@@ -74,7 +74,6 @@ from lightning_bilevel.solvers import SOBA as SOBA
 from lightning_bilevel.solvers import VPBGD as VPBGD
 from lightning_bilevel.solvers import BilevelOptimizer as BilevelOptimizer
 from lightning_bilevel.solvers import HJFBiO as HJFBiO
-from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers import LuMei as LuMei
 from lightning_bilevel.solvers import PBGDFree as PBGDFree
 from lightning_bilevel.solvers import PNGBiO as PNGBiO

@@ -15,7 +15,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.buffers import write_buffers
 from lightning_bilevel.plugin.declared import DeclaredLevels
 from lightning_bilevel.plugin.run import RESTORED
-from lightning_bilevel.solvers.proved import ProvedPoint
+from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.solvers.record import StreamInfo
 
 __all__ = ["CertifiedPoints"]
@@ -25,7 +25,7 @@ class CertifiedPoints(DeclaredLevels):
     """The current point, the theorem's point and earlier ones, each with its certificate."""
 
     @property
-    def proved(self) -> ProvedPoint | None:
+    def proved(self) -> TheoremPoint | None:
         """The point of the run that the convergence theorem speaks of, if the solver keeps it.
 
         ``certify(proved=True)`` certifies it. It stays where it is: ``restore((p.x, p.y),
@@ -170,7 +170,7 @@ class CertifiedPoints(DeclaredLevels):
             )
         return current.problem
 
-    def _proved(self) -> ProvedPoint:
+    def _proved(self) -> TheoremPoint:
         kept = self.proved
         if kept is None:
             raise MisconfigurationException(

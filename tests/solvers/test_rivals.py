@@ -24,7 +24,7 @@ from lightning_bilevel.solvers.f2sa import F2SA
 from lightning_bilevel.solvers.meha import MEHA
 from lightning_bilevel.solvers.pngbio import PNGBiO
 from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
+from lightning_bilevel.solvers.constants import Power, value_at
 from lightning_bilevel.solvers.slm import SLM
 from lightning_bilevel.solvers.vpbgd import VPBGD
 

@@ -15,7 +15,7 @@ from helpers import PROBLEMS, exact_residuals, groups, make_ivsp, point_of
 from places import CONFIGS
 
 from lightning_bilevel import IVSP, BilevelProblem, IVSPInfo, SineProblem, certify
-from lightning_bilevel.solvers.proved import begins_block, best, keep
+from lightning_bilevel.solvers.theorem import begins_block, best, keep
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 
