@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.differences import difference_curvature, difference_products
+from lightning_bilevel.core.curvature import difference_curvature, difference_products
 from lightning_bilevel.core.lower import LowerLevel, LowerPoint
 from lightning_bilevel.core.sets import Face
 from lightning_bilevel.core.vectors import dot, norm
