@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.results import Row, Section
 from benchmarks.tasks import CONFIGS, Size
-from lightning_bilevel.callbacks.monitor import Monitor
+from lightning_bilevel.callbacks.monitors import Monitor
 from lightning_bilevel.cli.app import BilevelCLI
 
 HOOKS = (

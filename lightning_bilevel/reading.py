@@ -186,7 +186,7 @@ def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
         ways.append("make the steps shorter if the values go up and down")
     if ratio > 1.0:
         # At multiplier 0 the residual of the start is the gradient of f.
-        ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
+        ways.append("go back to the best point, `CertificateMonitor(restore_best=True)`")
     if c.distance_bound <= _NEAR * (1 + c.lower_norm):
         # delta and rho hold y close to z, so steps are short.
         ways.append(_SMOOTH)

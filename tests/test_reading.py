@@ -174,7 +174,7 @@ class TestNotConverged:
         )
 
     def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
-        words = "or go back to the best point, `KKTMonitor(restore_best=True)`"
+        words = "or go back to the best point, `CertificateMonitor(restore_best=True)`"
         (found,) = advice(replace(GOOD, complementarity=1.01), RUN)
         assert words in found
         (found,) = advice(replace(GOOD, complementarity=0.99), RUN)

@@ -16,9 +16,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
+from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
+from lightning_bilevel.callbacks.certificate import usual_tolerance
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.monitor import usual_tolerance
-from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.results import COUNTS, MethodResult, write_results

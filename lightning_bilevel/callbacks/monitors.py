@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
@@ -14,9 +15,9 @@ from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
 from lightning_bilevel.stochastic.step import Step
 
-__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of", "usual_tolerance"]
+__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
 
-# What the record says of an update of the penalty.
+# The fields of the record that describe an update of the penalty.
 _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "step_bound")
 # How many updates the logged text shows; `events` has them all.
 _SHOWN = 30
@@ -24,28 +25,16 @@ _SHOWN = 30
 
 def solver_of(trainer: Trainer) -> BilevelOptimizer | Step:
     """Return the solver of a run, or what stands for it on mini-batches."""
-    module: Any = trainer.lightning_module
-    if module.mini_batches is not None:
-        step: Step = module.mini_batches.step
-        return step
-    optimizer = trainer.optimizers[0]
-    assert isinstance(optimizer, BilevelOptimizer)
-    return optimizer
-
-
-def usual_tolerance(trainer: Trainer) -> float:
-    """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.
-
-    In float64 that is stricter than the paper, which has 1e-3 throughout and names no dtype.
-    """
-    return 1e-6 if trainer.precision == "64-true" else 1e-3
+    stream = cast(Any, trainer.lightning_module).mini_batches
+    return cast(BilevelOptimizer | Step, trainer.optimizers[0] if stream is None else stream.step)
 
 
 class Monitor(Callback):
     """A callback that watches the solver of a bilevel module.
 
-    Its numbers stay in ``trainer.callback_metrics`` until the next iteration starts. So these never
-    hold numbers of an earlier iteration.
+    ``log_dict`` would log its numbers only at Lightning's interval, and keep them in
+    ``trainer.callback_metrics`` until the epoch ends. Here they are logged at the iteration that
+    they are of, and leave ``callback_metrics`` when the next iteration starts.
 
     Args:
         every_n_steps: Look at every n-th outer iteration.
@@ -56,9 +45,7 @@ class Monitor(Callback):
         self._published: set[str] = set()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         for name in self._published:
             trainer.callback_metrics.pop(name, None)
         self._published.clear()
@@ -104,24 +91,25 @@ class PenaltyMonitor(Monitor):
         return self.iteration - int(self.events[-1]["iteration"] if self.events else 0)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         info = pl_module.last_step
         if not isinstance(info, PenaltyInfo):
             return
         self.iteration = info.iteration
+        numbers: dict[str, float] = {}
         if info.penalty_updated:
             self.events.append({name: getattr(info, name) for name in _EVENT})
-            updated = {"bilevel/penalty_at_update": info.gamma_next}
-            self.publish(trainer, updated, info.iteration)
+            numbers["bilevel/penalty_at_update"] = info.gamma_next
         if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
-            self._report(trainer)
+            numbers["bilevel/penalty_constant_for"] = float(self.constant_for)
+        if numbers:
+            self.publish(trainer, numbers, info.iteration)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if isinstance(pl_module.last_step, PenaltyInfo):
-            self._report(trainer)
+            constant = {"bilevel/penalty_constant_for": float(self.constant_for)}
+            self.publish(trainer, constant, self.iteration)
             log_text(trainer, "penalty updates", self.text(), self.iteration)
 
     @override
@@ -130,8 +118,7 @@ class PenaltyMonitor(Monitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.events = state_dict["events"]
-        self.iteration = state_dict["iteration"]
+        vars(self).update(state_dict)
 
     def text(self) -> str:
         """Return the latest updates as a Markdown table."""
@@ -139,10 +126,6 @@ class PenaltyMonitor(Monitor):
         rows = [" | ".join(row) for row in (_EVENT, ["---"] * len(_EVENT), *numbers)]
         lines = [f"| {row} |" for row in rows]
         return "\n".join([*lines, "", f"Constant for the last {self.constant_for} iterations."])
-
-    def _report(self, trainer: Trainer) -> None:
-        constant = {"bilevel/penalty_constant_for": float(self.constant_for)}
-        self.publish(trainer, constant, self.iteration)
 
 
 class SolverMonitor(Monitor):
@@ -167,13 +150,7 @@ class SolverMonitor(Monitor):
         self._before = Tally()
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._before = Tally(**vars(self.tally))
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         info: StepInfo | None = pl_module.last_step
         if info is None:
             return
@@ -190,11 +167,12 @@ class SolverMonitor(Monitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.tally.as_dict()
+        return asdict(self.tally)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tally = Tally.from_dict(state_dict)
+        self._before = copy(self.tally)
 
     def _report(self, trainer: Trainer, info: StepInfo) -> None:
         now, before = self.tally, self._before
@@ -205,6 +183,5 @@ class SolverMonitor(Monitor):
         if isinstance(info, PenaltyInfo):
             metrics |= {tag_of(name): getattr(info, name) for name in ("zeta", "L", "L_start")}
             metrics["bilevel/mean_trials"] = (now.trials - before.trials) / steps
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self.publish(trainer, numbers, info.iteration)
-        self._before = Tally(**vars(now))
+        self.publish(trainer, {name: float(v) for name, v in metrics.items()}, info.iteration)
+        self._before = copy(now)
