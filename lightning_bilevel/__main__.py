@@ -1,4 +1,21 @@
-"""The command ``lightning-bilevel``."""
+"""lightning-bilevel: bilevel optimisation for PyTorch Lightning.
+
+  min over x, y of f(x, y)    such that y minimises g(x, .)
+
+Try it (finds wrong labels among 600 digits; no download, under a minute):
+  lightning-bilevel fit --config digits/ivsp_default
+
+Commands:
+  tasks      list the ready configs with the data and the time that they need
+  fit        solve a problem: --config FILE, or the name of a ready config
+  compare    run several methods on one task for the same time each
+  certify    print the certificate of a checkpoint
+  probe      print the constants that IVSP would choose for a config, and why
+  validate, test, predict    as with any LightningCLI
+
+Every command explains its options with --help; --print_config shows a config
+with all settings. --version prints the version.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +36,6 @@ from lightning_bilevel.version import __version__
 
 __all__ = ["main"]
 
-OVERVIEW = """\
-lightning-bilevel: bilevel optimisation for PyTorch Lightning
-
-  min over x, y of f(x, y)    such that y minimises g(x, .)
-
-Try it (finds wrong labels among 600 digits; no download, under a minute):
-  lightning-bilevel fit --config digits/ivsp_default
-
-Commands:
-  tasks      list the ready configs with the data and the time that they need
-  fit        solve a problem: --config FILE, or the name of a ready config
-  compare    run several methods on one task for the same time each
-  certify    print the certificate of a checkpoint
-  probe      print the constants that IVSP would choose for a config, and why
-  validate, test, predict    as with any LightningCLI
-
-Every command explains its options with --help; --print_config shows a config
-with all settings. --version prints the version.
-"""
 # Raised by a user's module too, and then shown with their traceback.
 _ANYBODYS = (ValueError, TypeError, RuntimeError)
 # Code in these folders raises its errors on purpose, for the user.
@@ -67,7 +65,7 @@ def main(args: list[str] | None = None) -> None:
     for message in (".*LeafSpec.*", "LightningCLI's args parameter"):
         warnings.filterwarnings("ignore", message)
     if given in ([], ["-h"], ["--help"]):
-        print(OVERVIEW, end="")
+        print(__doc__, end="")
         return
     if given == ["--version"]:
         print(f"lightning-bilevel {__version__}")

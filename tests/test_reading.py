@@ -122,12 +122,6 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
         (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
         (
             GOOD,
-            {"halvings": 3},
-            {"halvings": 0},
-            "The inner step was divided by 8: `L_yy` is too small",
-        ),
-        (
-            GOOD,
             {"inner_iterations": 3410},
             {"inner_iterations": 3300},
             "The inner loop takes 31 iterations per evaluation",
@@ -136,7 +130,7 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
             GOOD,
             {"last_update": 90},
             {"last_update": 80},
-            "The penalty was still moving at iteration 90 of 100",
+            "The penalty was still moving",
         ),
     ],
 )
@@ -353,7 +347,7 @@ class TestTally:
         assert tally.calls.passes == sum(info.calls.passes for info in history)
         updates = [info.iteration for info in history if info.penalty_updated]
         assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
-        assert tally.capped == tally.halvings == 0
+        assert tally.capped == 0
 
     def test_caps_are_counted(self) -> None:
         problem = PROBLEMS[0]
@@ -363,14 +357,6 @@ class TestTally:
         )
         at_cap = [info for info in capped.history if isinstance(info, IVSPInfo) and info.L >= 1e-3]
         assert capped.tally.capped == len(at_cap) > 0
-
-    def test_an_l_yy_that_is_too_small_shows(self) -> None:
-        problem = next(p for p in PROBLEMS if p.name == "flat")  # its curvature in y is 4
-        x, y = problem.at()
-        with pytest.warns(UserWarning, match="The inner loop diverged"):
-            solution = solve(problem.build(), x, y, make_ivsp(problem, L_yy=0.1, zeta_bar=1e-6), 30)
-        assert solution.tally.halvings > 0
-        assert "`L_yy` is too small" in solution.reading
 
     def test_other_methods_have_no_penalty(self) -> None:
         problem = PROBLEMS[0]

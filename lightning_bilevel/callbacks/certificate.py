@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +79,7 @@ class BestPoint:
     buffers: dict[str, Tensor]
 
 
+@dataclass(eq=False, repr=False)
 class CertificateMonitor(Monitor):
     r"""Logs the certificate of the current point, and keeps the best point.
 
@@ -125,23 +126,15 @@ class CertificateMonitor(Monitor):
     # A run on mini-batches keeps a sample of its data for it.
     looks_at_certificates: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        every_n_steps: int | None = None,
-        share: float = 0.01,
-        tolerance: float | None = None,
-        envelope: Envelope | None = None,
-        restore_best: bool = False,
-    ) -> None:
-        super().__init__(every_n_steps)
-        self.share = share
-        self.tolerance = tolerance
-        self.envelope = envelope
-        self.restore_best = restore_best
-        self.latest: float | None = None
-        self.best: BestPoint | None = None
-        self._seen = 0
-        self._watched_by: list[Any] = []
+    every_n_steps: int | None = None
+    share: float = 0.01
+    tolerance: float | None = None
+    envelope: Envelope | None = None
+    restore_best: bool = False
+    latest: float | None = field(default=None, init=False)
+    best: BestPoint | None = field(default=None, init=False)
+    _seen: int = field(default=0, init=False)
+    _watched_by: list[Any] = field(default_factory=list, init=False)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -154,16 +147,16 @@ class CertificateMonitor(Monitor):
         if self.restore_best and any(isinstance(c, CertificateReport) for c in earlier):
             raise MisconfigurationException(
                 "`CertificateMonitor(restore_best=True)` comes after `CertificateReport`, which "
-                "would certify another point than the one that fit ends with: name the monitor "
-                "first."
+                "would certify another point: name the monitor first."
             )
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         # A ModelCheckpoint may look at what it monitors after a step.
         intervals = [getattr(c, "_every_n_train_steps", 0) for c in self._watched_by]
-        saved = any(every >= 1 and trainer.global_step % every == 0 for every in intervals)
-        if pl_module.last_step is not None and (saved or self.due(pl_module.last_step.iteration)):
+        saved = any(n >= 1 and trainer.global_step % n == 0 for n in intervals)
+        step, every = pl_module.last_step, self.every_n_steps
+        if saved or (step is not None and every and step.iteration % every == 0):
             self._look(trainer, pl_module)
 
     @override
@@ -219,6 +212,7 @@ class CertificateMonitor(Monitor):
         self.publish(trainer, numbers, self._seen)
 
 
+@dataclass(eq=False, repr=False)
 class CertificateReport(Callback):
     """Evaluates the certificate when fit ends, and says in plain words what it means.
 
@@ -248,23 +242,18 @@ class CertificateReport(Callback):
         tally: The counts that the reading is based on.
     """
 
-    def __init__(
-        self,
-        tolerance: float | None = None,
-        batches: int = 1000,
-        passes: int = 20,
-        envelope: Envelope | None = None,
-    ) -> None:
-        for name, value in (("tolerance", tolerance), ("passes", passes)):
+    tolerance: float | None = None
+    batches: int = 1000
+    passes: int = 20
+    envelope: Envelope | None = None
+    certificate: Certificate | None = field(default=None, init=False)
+    proved: Certificate | None = field(default=None, init=False)
+    tally: Tally = field(default_factory=Tally, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("tolerance", self.tolerance), ("passes", self.passes)):
             if value is not None and not value > 0:
                 raise ValueError(f"`CertificateReport({name}={value})` must be positive.")
-        self.tolerance = tolerance
-        self.batches = batches
-        self.passes = passes
-        self.envelope = envelope
-        self.certificate: Certificate | None = None
-        self.proved: Certificate | None = None
-        self.tally = Tally()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:

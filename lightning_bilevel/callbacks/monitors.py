@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.plugin.loggers import log_text, publish
+from lightning_bilevel.plugin.loggers import is_logged, log_text, publish
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
@@ -29,20 +29,16 @@ def solver_of(trainer: Trainer) -> BilevelOptimizer | Step:
     return cast(BilevelOptimizer | Step, trainer.optimizers[0] if stream is None else stream.step)
 
 
+@dataclass(eq=False, repr=False)
 class Monitor(Callback):
     """A callback that watches the solver of a bilevel module.
 
     ``log_dict`` would log its numbers only at Lightning's interval, and keep them in
     ``trainer.callback_metrics`` until the epoch ends. Here they are logged at the iteration that
     they are of, and leave ``callback_metrics`` when the next iteration starts.
-
-    Args:
-        every_n_steps: Look at every n-th outer iteration.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
-        self._published: set[str] = set()
+    _published: set[str] = field(default_factory=set, init=False)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -55,24 +51,17 @@ class Monitor(Callback):
         self._published |= set(metrics)
         publish(trainer, metrics, iteration)
 
-    def due(self, iteration: int, usual: int | None = None) -> bool:
-        """Return whether the user's interval has passed, or else the usual one."""
-        steps = self.every_n_steps or usual
-        return bool(steps) and iteration % steps == 0  # type: ignore[operator]
 
-
+@dataclass(eq=False, repr=False)
 class PenaltyMonitor(Monitor):
     r"""Records every update of the penalty, and how long it has been constant.
 
     IVSP strengthens its penalty if :math:`\tilde R^{k+1} > 2 a_\phi \mu_k` although
     :math:`\|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k`, and does so finitely often. An update appears
     at once as a point of the series ``bilevel/penalty_at_update``, with the new :math:`\gamma`.
-    ``bilevel/penalty_constant_for`` (iterations since the last one) appears at the interval, the
-    table of updates as text at the end. For a method without such a penalty there is nothing to
-    report.
-
-    Args:
-        every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
+    ``bilevel/penalty_constant_for`` (iterations since the last one) appears at the Trainer's
+    ``log_every_n_steps``, the table of updates as text at the end. For a method without such a
+    penalty there is nothing to report.
 
     Attributes:
         events: The updates, each with iteration, gamma, gamma_next, residual, threshold
@@ -80,10 +69,8 @@ class PenaltyMonitor(Monitor):
         iteration: The latest iteration.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        super().__init__(every_n_steps)
-        self.events: list[dict[str, float]] = []
-        self.iteration = 0
+    events: list[dict[str, float]] = field(default_factory=list, init=False)
+    iteration: int = field(default=0, init=False)
 
     @property
     def constant_for(self) -> int:
@@ -100,7 +87,7 @@ class PenaltyMonitor(Monitor):
         if info.penalty_updated:
             self.events.append({name: getattr(info, name) for name in _EVENT})
             numbers["bilevel/penalty_at_update"] = info.gamma_next
-        if self.due(info.iteration, usual=trainer.log_every_n_steps):  # type: ignore[attr-defined]
+        if is_logged(trainer, info.iteration):
             numbers["bilevel/penalty_constant_for"] = float(self.constant_for)
         if numbers:
             self.publish(trainer, numbers, info.iteration)
@@ -128,8 +115,9 @@ class PenaltyMonitor(Monitor):
         return "\n".join([*lines, "", f"Constant for the last {self.constant_for} iterations."])
 
 
+@dataclass(eq=False, repr=False)
 class SolverMonitor(Monitor):
-    r"""Logs the cost of the solver's iterations averaged over the interval, and its parameters.
+    r"""Logs the cost of the solver's iterations, and its parameters, at ``log_every_n_steps``.
 
     For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
     look), ``bilevel/calls_upper`` and the other evaluations by kind, and ``bilevel/passes`` (since
@@ -137,17 +125,12 @@ class SolverMonitor(Monitor):
     (L), ``bilevel/curvature_start`` (the L that the line search started from) and
     ``bilevel/mean_trials``.
 
-    Args:
-        every_n_steps: The interval; None is the Trainer's ``log_every_n_steps``.
-
     Attributes:
         tally: The counts since the start of the run.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        super().__init__(every_n_steps)
-        self.tally = Tally()
-        self._before = Tally()
+    tally: Tally = field(default_factory=Tally, init=False)
+    _before: Tally = field(default_factory=Tally, init=False)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -157,7 +140,7 @@ class SolverMonitor(Monitor):
         self.tally.add(info)
         if info.iteration == 1:
             self._before = Tally()
-        if self.due(info.iteration, usual=trainer.log_every_n_steps) or info.iteration == 1:  # type: ignore[attr-defined]
+        if is_logged(trainer, info.iteration):
             self._report(trainer, info)
 
     @override

@@ -33,10 +33,11 @@ from lightning_bilevel.files import write_whole
 from lightning_bilevel.plugin.checkpoints import WholeFileIO
 from lightning_bilevel.plugin.loggers import run_folder
 from lightning_bilevel.plugin.whole_data import gathered
+from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
 
-__all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer", "certificate_of", "probed", "restore"]
+__all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer"]
 
 # A Trainer that restores a run of any number of epochs, and writes nothing.
 WITHOUT_STEPS: dict[str, Any] = {"max_steps": 0, "max_epochs": -1, "num_sanity_val_steps": 0}
@@ -44,58 +45,11 @@ WITHOUT_STEPS |= dict.fromkeys(("fast_dev_run", "logger", "enable_checkpointing"
 WITHOUT_STEPS |= dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 
 
-def restore(trainer: Trainer, model: Any, datamodule: Any, **checkpoint: Any) -> None:
-    """Give module, solver and callbacks the state of a checkpoint, or of the start of a run.
-
-    Args:
-        trainer: A ``Trainer(**WITHOUT_STEPS)``.
-        model: The module that the checkpoint was saved with.
-        datamodule: Its data.
-        checkpoint: ``ckpt_path`` and ``weights_only``, as for ``Trainer.fit``.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-        trainer.fit(model, datamodule=datamodule, **checkpoint)
-
-
-def certificate_of(
-    trainer: Trainer, model: Any, datamodule: Any, **options: Any
-) -> Certificate | None:
-    """Return the certificate of a restored module, as its run would evaluate it."""
-    batch = None if model.on_mini_batches else _whole_batch(trainer, datamodule)
-    return cast(Certificate | None, model.certify(batch=batch, **options))
-
-
-def probed(trainer: Trainer, model: Any, datamodule: Any) -> str:
-    """Return the constants that IVSP would choose for a restored module, and why, as a table."""
-    problem = model.problem_on(_whole_batch(trainer, datamodule))
-    delta = 1e-3 if model.envelope is None else model.envelope.delta
-    given = solver_of(trainer).hyper_parameters
-    rows = [
-        (name, why if given.get(name) is None else f"{why}; given: {given[name]:g}")
-        for name, why in IVSP(model.parameter_groups(), delta=delta).probe(problem)
-    ]
-    title = f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose"
-    return (
-        f"{table(title, rows)}\nFrom {problem.calls.passes} passes of f and g at the start. "
-        "What the config leaves out, IVSP chooses so."
-    )
-
-
-def _whole_batch(trainer: Trainer, datamodule: Any) -> Any:
-    """The batch of a full-batch run, or all data of one on mini-batches."""
-    loader: Any = trainer.train_dataloader
-    if not getattr(loader, "full_batch", False):
-        if not isinstance(datamodule, FullBatchDataModule):
-            return gathered(trainer, batches=1000).batch
-        loader = FullBatchDataModule.train_dataloader(datamodule)
-    batch = loader.batch if isinstance(loader, Repeated) else next(iter(loader))
-    batch = trainer.precision_plugin.convert_input(batch)
-    return move_data_to_device(batch, trainer.strategy.root_device)
-
-
 class BilevelTrainer(Trainer):
-    """A Trainer with two commands that read a run without training or writing files."""
+    """A Trainer that also reads a run, without training or writing files.
+
+    For that it is made with :data:`WITHOUT_STEPS`.
+    """
 
     def certify(
         self,
@@ -105,7 +59,7 @@ class BilevelTrainer(Trainer):
         weights_only: bool | None = None,
         tolerance: PositiveFloat | None = None,
         proved: bool = False,
-    ) -> None:
+    ) -> Certificate:
         """Print the certificate of a checkpoint.
 
         Args:
@@ -120,16 +74,19 @@ class BilevelTrainer(Trainer):
             raise MisconfigurationException(
                 f"`certify --ckpt_path {ckpt_path}`: there is no such file. Name one."
             )
-        restore(self, model, datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
-        found = certificate_of(self, model, datamodule, tolerance=tolerance, proved=proved)
+        self._restore(model, datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        batch = None if model.on_mini_batches else self._whole_batch(datamodule)
+        found: Certificate | None = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         name, solver = type(model).__name__, solver_of(self)
         if found is None:
             raise MisconfigurationException(
                 f"`{name}` has no Moreau envelope to certify by: `declare(envelope=...)` names one."
             )
         title = f"{type(solver).__name__} on {name}, {Path(ckpt_path).name}"
-        (report,) = (c for c in cast(Any, self).callbacks if isinstance(c, CertificateReport))
-        rank_zero_only(print)(as_text(title, found, report.tally, solver))
+        callbacks = cast(Any, self).callbacks
+        tally = next((c.tally for c in callbacks if isinstance(c, CertificateReport)), Tally())
+        rank_zero_only(print)(as_text(title, found, tally, solver))
+        return found
 
     def probe(
         self,
@@ -146,8 +103,37 @@ class BilevelTrainer(Trainer):
             ckpt_path: Not used; the config of a fit may have one.
             weights_only: Not used either.
         """
-        restore(self, model, datamodule)
-        rank_zero_only(print)(probed(self, model, datamodule))
+        self._restore(model, datamodule)
+        problem = model.problem_on(self._whole_batch(datamodule))
+        delta = 1e-3 if model.envelope is None else model.envelope.delta
+        given = solver_of(self).hyper_parameters
+        rows = [
+            (name, why if given.get(name) is None else f"{why}; given: {given[name]:g}")
+            for name, why in IVSP(model.parameter_groups(), delta=delta).probe(problem)
+        ]
+        title = f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose"
+        rank_zero_only(print)(
+            f"{table(title, rows)}\nFrom {problem.calls.passes} passes of f and g at the start. "
+            "What the config leaves out, IVSP chooses so."
+        )
+
+    def _restore(self, model: Any, datamodule: Any, **checkpoint: Any) -> None:
+        """Give module, solver and callbacks the state of a checkpoint, or of the start of a run."""
+        with warnings.catch_warnings():
+            message = "Be aware that when using `ckpt_path`, callbacks"
+            warnings.filterwarnings("ignore", message=message)
+            self.fit(model, datamodule=datamodule, **checkpoint)
+
+    def _whole_batch(self, datamodule: Any) -> Any:
+        """Return the batch of a full-batch run, or all data of one on mini-batches."""
+        loader: Any = self.train_dataloader
+        if not getattr(loader, "full_batch", False):
+            if not isinstance(datamodule, FullBatchDataModule):
+                return gathered(self, batches=1000).batch
+            loader = FullBatchDataModule.train_dataloader(datamodule)
+        batch = loader.batch if isinstance(loader, Repeated) else next(iter(loader))
+        batch = self.precision_plugin.convert_input(batch)
+        return move_data_to_device(batch, self.strategy.root_device)
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -237,8 +223,7 @@ class BilevelCLI(LightningCLI):
             kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64
         if self.subcommand in ("certify", "probe"):
             self.save_config_callback = None
-            report = self._get(self.config_init, "certificate")
-            kwargs |= {**WITHOUT_STEPS, "callbacks": [report]}
+            kwargs |= {**WITHOUT_STEPS, "callbacks": [self._get(self.config_init, "certificate")]}
         trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
         # Replace Lightning's own progress bar and checkpoint callback, but not the user's.
         callbacks = cast(Any, trainer).callbacks

@@ -32,19 +32,10 @@ __all__ = ["compare", "main"]
 SAVE_EVERY: str | float = "10s"
 # The value of `Trainer.val_check_batch` that turns validation off.
 NEVER = sys.maxsize
-# A comparison ends by its budget, evaluates at its own times in one process, and writes its own
-# files.
-TRAINER: dict[str, Any] = {
-    "max_epochs": -1,
-    "max_steps": -1,
-    "check_val_every_n_epoch": None,
-    "val_check_interval": NEVER,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_progress_bar": False,
-    "devices": 1,
-    "strategy": "auto",
-}
+# A comparison evaluates at its own times in one process, and writes its own files.
+TRAINER: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": NEVER}
+TRAINER |= {"num_sanity_val_steps": 0, "logger": False, "enable_progress_bar": False}
+TRAINER |= {"devices": 1, "strategy": "auto"}
 # What names and tunes a method does not change the problem; the envelope is for evaluation only.
 _METHOD = (
     *("solver", "upper_unit", "lower_unit", "envelope"),

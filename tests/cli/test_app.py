@@ -28,13 +28,7 @@ from lightning_bilevel import (
     stochastic,
 )
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.cli.app import (
-    WITHOUT_STEPS,
-    BilevelCLI,
-    certificate_of,
-    probed,
-    restore,
-)
+from lightning_bilevel.cli.app import WITHOUT_STEPS, BilevelCLI, BilevelTrainer
 from lightning_bilevel.data.glyphs import draw_glyphs
 from lightning_bilevel.data.omniglot import OmniglotEpisodes
 
@@ -353,27 +347,22 @@ class TestOnMiniBatches:
         run = trainer(tmp_path, max_epochs=2, callbacks=[report])
         run.fit(module, datamodule=StreamedData())
         run.save_checkpoint(tmp_path / "run.ckpt")
-        loaded = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(method=method), StreamedData())
-        restore(*loaded, ckpt_path=str(tmp_path / "run.ckpt"))
-        found = certificate_of(*loaded)
-        assert found is not None
+        loaded = (Streamed(method=method), StreamedData())
+        found = BilevelTrainer(**WITHOUT_STEPS).certify(*loaded, str(tmp_path / "run.ckpt"))
         assert report.certificate is not None
         assert found.evaluated_on == report.certificate.evaluated_on
         assert "all data (20 upper and 30 lower samples), in eval mode; rho =" in found.evaluated_on
         assert found.passes == report.certificate.passes < 60
         assert found.kkt == pytest.approx(report.certificate.kkt, rel=1e-4)
 
-    def test_probe_looks_at_all_data(self, tmp_path: Path) -> None:
-        run = trainer(tmp_path, **WITHOUT_STEPS)
-        started = (run, Streamed(norm=False, dropout=0.0), StreamedData())
-        restore(*started)
-        assert "\nrho " in probed(*started)
+    def test_probe_looks_at_all_data(self, capsys: pytest.CaptureFixture[str]) -> None:
+        module = Streamed(norm=False, dropout=0.0)
+        BilevelTrainer(**WITHOUT_STEPS).probe(module, StreamedData())
+        assert "\nrho " in capsys.readouterr().out
 
-    def test_probe_refuses_losses_that_change(self, tmp_path: Path) -> None:
-        started = (trainer(tmp_path, **WITHOUT_STEPS), Streamed(), StreamedData())
-        restore(*started)
+    def test_probe_refuses_losses_that_change(self) -> None:
         with pytest.raises(BilevelError, match="need a deterministic objective"):
-            probed(*started)
+            BilevelTrainer(**WITHOUT_STEPS).probe(Streamed(), StreamedData())
 
 
 class TestAModuleWithTheMixin:
