@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.monitors import Monitor, solver_of
+from lightning_bilevel.callbacks.monitors import Counting, Monitor, solver_of
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, publish, run_folder
+from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, run_folder
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
@@ -193,7 +193,8 @@ class CertificateMonitor(Monitor):
 
     def _look(self, trainer: Trainer, pl_module: Any) -> None:
         """Look at the current point, once."""
-        if pl_module.last_step is None or pl_module.last_step.iteration == self._seen:
+        step = pl_module.last_step
+        if step is None or step.iteration == self._seen:
             return
         tolerance = self.tolerance or usual_tolerance(trainer)
         try:
@@ -203,7 +204,7 @@ class CertificateMonitor(Monitor):
             return
         if found is None:
             return
-        self._seen = pl_module.last_step.iteration
+        self._seen = step.iteration
         self.latest = found.feasibility
         if self.best is None or found.kkt < self.best.kkt:
             (x, y), buffers = pl_module.point, pl_module.written_buffers
@@ -213,7 +214,7 @@ class CertificateMonitor(Monitor):
 
 
 @dataclass(eq=False, repr=False)
-class CertificateReport(Callback):
+class CertificateReport(Counting):
     """Evaluates the certificate when fit ends, and says in plain words what it means.
 
     The result is printed first, with its reading and advice, and then the certificate as a table.
@@ -248,17 +249,11 @@ class CertificateReport(Callback):
     envelope: Envelope | None = None
     certificate: Certificate | None = field(default=None, init=False)
     proved: Certificate | None = field(default=None, init=False)
-    tally: Tally = field(default_factory=Tally, init=False)
 
     def __post_init__(self) -> None:
         for name, value in (("tolerance", self.tolerance), ("passes", self.passes)):
             if value is not None and not value > 0:
                 raise ValueError(f"`CertificateReport({name}={value})` must be positive.")
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        if pl_module.last_step is not None:
-            self.tally.add(pl_module.last_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -285,7 +280,7 @@ class CertificateReport(Callback):
         self._save(run_folder(trainer), title, solver)
         if self.certificate is not None:
             found = _numbers(self.certificate)
-            publish(trainer, found, step.iteration)
+            self.publish(trainer, found, step.iteration)
             # Markdown shows indented text unchanged.
             log_text(trainer, "certificate", textwrap.indent(text, "    "), step.iteration)
             final |= {key: found[key] for key in ("bilevel/kkt_residual", "bilevel/violation")}
@@ -293,14 +288,6 @@ class CertificateReport(Callback):
         constants = {"solver": name, **solver.hyper_parameters}
         named = {f"bilevel/{name}": value for name, value in constants.items()}
         log_hyperparameters(trainer, {**pl_module.hparams_initial, **named}, final, step.iteration)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self.tally)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tally = Tally.from_dict(state_dict)
 
     def _certify(self, pl_module: Any, solver: BilevelOptimizer | Step) -> None:
         self.certificate = self.proved = None
@@ -328,9 +315,8 @@ class CertificateReport(Callback):
             "certificate": self.certificate.as_dict(),
             "chosen": dict(solver.chosen),
             "counts": asdict(self.tally),
+            "proved": self.proved and self.proved.as_dict(),
         }
-        if self.proved is not None:
-            content["proved"] = self.proved.as_dict()
         path = folder / "certificate.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
 from lightning_bilevel.stochastic.step import Step
 
-__all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
+__all__ = ["Counting", "Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
 
 # The fields of the record that describe an update of the penalty.
 _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "step_bound")
@@ -50,6 +50,30 @@ class Monitor(Callback):
         """Give numbers of the current iteration to callbacks and loggers."""
         self._published |= set(metrics)
         publish(trainer, metrics, iteration)
+
+
+@dataclass(eq=False, repr=False)
+class Counting(Monitor):
+    """A monitor that counts over the run.
+
+    Attributes:
+        tally: The counts since the start of the run.
+    """
+
+    tally: Tally = field(default_factory=Tally, init=False)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        if pl_module.last_step is not None:
+            self.tally.add(pl_module.last_step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.tally)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tally = Tally.from_dict(state_dict)
 
 
 @dataclass(eq=False, repr=False)
@@ -116,7 +140,7 @@ class PenaltyMonitor(Monitor):
 
 
 @dataclass(eq=False, repr=False)
-class SolverMonitor(Monitor):
+class SolverMonitor(Counting):
     r"""Logs the cost of the solver's iterations, and its parameters, at ``log_every_n_steps``.
 
     For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
@@ -124,38 +148,27 @@ class SolverMonitor(Monitor):
     the start). For IVSP it also logs ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature``
     (L), ``bilevel/curvature_start`` (the L that the line search started from) and
     ``bilevel/mean_trials``.
-
-    Attributes:
-        tally: The counts since the start of the run.
     """
 
-    tally: Tally = field(default_factory=Tally, init=False)
     _before: Tally = field(default_factory=Tally, init=False)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._before = copy(self.tally)
+
+    @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
         info: StepInfo | None = pl_module.last_step
-        if info is None:
-            return
-        self.tally.add(info)
-        if info.iteration == 1:
+        if info is not None and info.iteration == 1:
             self._before = Tally()
-        if is_logged(trainer, info.iteration):
+        if info is not None and is_logged(trainer, info.iteration):
             self._report(trainer, info)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.tally.iterations > self._before.iterations:
             self._report(trainer, pl_module.last_step)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self.tally)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tally = Tally.from_dict(state_dict)
-        self._before = copy(self.tally)
 
     def _report(self, trainer: Trainer, info: StepInfo) -> None:
         now, before = self.tally, self._before

@@ -12,12 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-)
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
@@ -154,7 +149,7 @@ class _SaveConfig(SaveConfigCallback):
 class BilevelCLI(LightningCLI):
     """LightningCLI for bilevel modules; it adds monitors, and ``fit`` ends with the certificate."""
 
-    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+    def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -191,40 +186,29 @@ class BilevelCLI(LightningCLI):
         # Plain classes: Lightning would add a second one of a callback that the config names.
         parser.add_class_arguments(CertificateMonitor, "monitor", sub_configs=True)
         parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
-        parser.add_argument(
-            "--budget",
-            type=str | None,
-            help="end fit after this optimisation time, such as 60s or 10m, instead of after "
-            "`max_epochs` and `max_steps`",
-        )
-
-    def callbacks(self, named: list[Callback]) -> list[Callback]:
-        """Return the callbacks of the Trainer, besides its defaults.
-
-        Args:
-            named: The callbacks that the config names. A monitor among them is not added twice. The
-                certificate comes last, so that it certifies the final point.
-        """
-        budget = self._get(self.config_init, "budget")
-        configured = [self._get(self.config_init, key) for key in ("monitor", "certificate")]
-        budgets = [] if budget is None else [OptimizationBudget(budget)]
-        there = set(map(type, named))
-        added = [PenaltyMonitor(), SolverMonitor(), *configured]
-        return [*named, *budgets, *(callback for callback in added if type(callback) not in there)]
+        about = "end fit after this optimisation time, such as 10m, whatever the steps and epochs"
+        parser.add_argument("--budget", type=str | None, help=about)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        settings = self._get(self.config_init, "trainer")
+        settings, monitor, report, budget = (
+            self._get(self.config_init, key)
+            for key in ("trainer", "monitor", "certificate", "budget")
+        )
         given = settings["callbacks"] or []
-        named = given if isinstance(given, list) else [given]
-        if self._get(self.config_init, "budget") is not None:
+        named: list[Callback] = given if isinstance(given, list) else [given]
+        # One that the config names is not added. The report comes last: it certifies the end.
+        usual = [PenaltyMonitor(), SolverMonitor(), monitor, report]
+        added = [callback for callback in usual if type(callback) not in map(type, named)]
+        if budget is not None:
+            added.insert(0, OptimizationBudget(budget))
             kwargs |= {"max_epochs": -1, "max_steps": -1}
         if settings["accelerator"] == "auto" and MPSAccelerator.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64
         if self.subcommand in ("certify", "probe"):
             self.save_config_callback = None
-            kwargs |= {**WITHOUT_STEPS, "callbacks": [self._get(self.config_init, "certificate")]}
-        trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
+            kwargs |= {**WITHOUT_STEPS, "callbacks": [report]}
+        trainer = super().instantiate_trainer(**{"callbacks": [*named, *added], **kwargs})
         # Replace Lightning's own progress bar and checkpoint callback, but not the user's.
         callbacks = cast(Any, trainer).callbacks
         for index, callback in enumerate(callbacks):

@@ -87,7 +87,7 @@ def summary(results: Sequence[MethodResult], metrics: Sequence[str], title: str)
 
 
 def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> Any:
-    """Draw each metric against optimisation time, one panel per metric, with IVSP on top."""
+    """Draw each metric against optimisation time, one panel per metric."""
     from matplotlib.figure import Figure
 
     columns = len(metrics) if len(metrics) <= 4 else 3
@@ -98,14 +98,11 @@ def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) ->
         axis: Any = figure.add_subplot(rows, columns, number)
         for index, result in enumerate(results):
             points = [row for row in result.rows if metric in row]
-            ours = result.solver == "IVSP"
             axis.plot(
                 [row["optimization_time"] for row in points],
                 [row[metric] for row in points],
                 color=_COLOURS.get(result.solver, f"C{index}"),
                 linestyle=_STYLES[solvers[:index].count(result.solver) % len(_STYLES)],
-                linewidth=2.4 if ours else 1.5,
-                zorder=3 if ours else 2,
                 label=result.solver if solvers.count(result.solver) == 1 else result.name,
             )
         scale(axis, [row[metric] for result in results for row in result.rows if metric in row])

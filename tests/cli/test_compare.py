@@ -247,29 +247,6 @@ def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, ca
     assert "`rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
 
 
-def test_different_tasks_may_be_forced_and_have_starts_of_their_own(
-    tmp_path: Path, small: Path
-) -> None:
-    edited(small / "bome.yaml", "model", "init_args", "n", value=11)
-    out = tmp_path / "out"
-    main(
-        [
-            "compare",
-            str(small),
-            "--allow-different-tasks",
-            "--budget",
-            "50ms",
-            "--out",
-            str(out),
-            "--evaluations",
-            "1",
-        ]
-    )
-    starts = {row["method"]: row["x_error"] for row in rows(out) if row["iteration"] == "0"}
-    assert set(starts) == {row["method"] for row in rows(out)} == {"ivsp", "bome"}
-    assert starts["ivsp"] != starts["bome"]
-
-
 def test_two_configs_of_one_name(tmp_path: Path, small: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["compare", str(small), str(small), "--out", str(tmp_path / "out")])
@@ -410,7 +387,6 @@ def test_files_have_every_method_and_mark_the_best(
     assert list(lines) == ["a", "MEHA", "SLM", "BOME", "e"]  # two of one solver have their names
     assert lines["a"].get_color() == lines["e"].get_color() == "#D55E00"
     assert lines["a"].get_linestyle() != lines["e"].get_linestyle()
-    assert lines["a"].get_zorder() > lines["MEHA"].get_zorder()
     assert loss.get_yscale() == "log"
     assert loss.get_xlim()[0] == 0.0  # the start is in the picture
 
