@@ -2,10 +2,9 @@
 
 from lightning_bilevel import stochastic as stochastic
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
+from lightning_bilevel.callbacks import CertificateMonitor as CertificateMonitor
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
-from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
-from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
 from lightning_bilevel.callbacks import OptimizationBudget as OptimizationBudget
 from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
 from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor

@@ -8,7 +8,7 @@ from places import ROOT
 
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
-    {"files", "plotting", "table", "version"},
+    {"files", "table", "version"},
     {"core"},
     {"solvers"},
     {"stochastic"},
@@ -33,6 +33,7 @@ PUBLIC = [
     "Box",
     "Calls",
     "Certificate",
+    "CertificateMonitor",
     "CertificateReport",
     "Chunks",
     "ClassWeights",
@@ -61,13 +62,11 @@ PUBLIC = [
     "IVSPInfo",
     "IVSPMixin",
     "InnerLoopError",
-    "KKTMonitor",
     "LastCheckpoint",
     "LineSearchError",
     "LuMei",
     "MEHA",
     "MNISTCleaning",
-    "MoreauGapMonitor",
     "NonFiniteError",
     "Numbered",
     "OmniglotEpisodes",

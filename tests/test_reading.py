@@ -114,12 +114,6 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
         (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
         (
             GOOD,
-            {"halvings": 3},
-            {"halvings": 0},
-            "The inner step was divided by 8: `L_yy` is too small",
-        ),
-        (
-            GOOD,
             {"inner_iterations": 3410},
             {"inner_iterations": 3300},
             "The inner loop takes 31 iterations per evaluation",
@@ -128,7 +122,7 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
             GOOD,
             {"last_update": 90},
             {"last_update": 80},
-            "The penalty was still moving at iteration 90 of 100",
+            "The penalty was still moving",
         ),
     ],
 )
@@ -166,7 +160,7 @@ class TestNotConverged:
         )
 
     def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
-        words = "or go back to the best point, `KKTMonitor(restore_best=True)`"
+        words = "or go back to the best point, `CertificateMonitor(restore_best=True)`"
         (found,) = advice(replace(GOOD, multipliers=[1.01 / 3e-4]), RUN)
         assert words in found
         (found,) = advice(replace(GOOD, multipliers=[0.99 / 3e-4]), RUN)
@@ -341,7 +335,7 @@ class TestTally:
         assert tally.calls.passes == sum(info.calls.passes for info in history)
         updates = [info.iteration for info in history if info.penalty_updated]
         assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
-        assert tally.capped == tally.halvings == 0
+        assert tally.capped == 0
 
     def test_caps_are_counted(self) -> None:
         problem = PROBLEMS[0]
@@ -351,14 +345,6 @@ class TestTally:
         )
         at_cap = [info for info in capped.history if isinstance(info, IVSPInfo) and info.L >= 1e-3]
         assert capped.tally.capped == len(at_cap) > 0
-
-    def test_an_l_yy_that_is_too_small_shows(self) -> None:
-        problem = next(p for p in PROBLEMS if p.name == "flat")  # its curvature in y is 4
-        x, y = problem.at()
-        with pytest.warns(UserWarning, match="The inner loop diverged"):
-            solution = solve(problem.build(), x, y, make_ivsp(problem, L_yy=0.1, zeta_bar=1e-6), 30)
-        assert solution.tally.halvings > 0
-        assert "`L_yy` is too small" in solution.reading
 
     def test_other_methods_have_no_penalty(self) -> None:
         problem = PROBLEMS[0]
@@ -426,7 +412,7 @@ class TestReport:
         report = CertificateReport()
         run = trainer(tmp_path, max_steps=3, callbacks=[report])
         run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
-        assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
+        assert json.loads((tmp_path / "certificate.json").read_text())["proved"] is None
         assert report.proved is None
 
     def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
     IVSP,
+    CertificateMonitor,
     CertificateReport,
     Envelope,
     Episodes,
     FewShot,
     GlyphEpisodes,
-    MoreauGapMonitor,
     OptimizationBudget,
     SolverMonitor,
     TaskEpisodes,
@@ -275,7 +275,7 @@ def test_there_is_no_certificate_and_nothing_breaks(
     ours = module(envelope=Envelope(rho=2.5, sigma=0.0, delta=1e-3))
     report = CertificateReport()
     monitor = SolverMonitor()
-    watching = [MoreauGapMonitor(), report, monitor, OptimizationBudget("1h")]
+    watching = [CertificateMonitor(), report, monitor, OptimizationBudget("1h")]
     run = trainer(tmp_path, max_steps=4, callbacks=watching, log_every_n_steps=2)
     run.fit(ours, datamodule=data())
     assert ours.certify() is None

@@ -19,7 +19,7 @@ from records import Recorder, same
 from running import trainer
 from torch.torch_version import TorchVersion
 
-from lightning_bilevel import BOME, FullBatchDataModule, MoreauGapMonitor, SineProblem
+from lightning_bilevel import BOME, CertificateMonitor, FullBatchDataModule, SineProblem
 from lightning_bilevel.plugin.checkpoints import KEY, WholeFileIO
 
 STEPS, EPOCH = 9, 3
@@ -53,7 +53,7 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
     module, data = parallel.problem(task, parallel.SOLVERS[solver])
     data.epoch_length = EPOCH
     records, logger = Everything(fit.pop("folder", None)), CSVLogger(tmp_path)
-    callbacks = [records, MoreauGapMonitor(share=math.inf)]  # its own limit is one of time
+    callbacks = [records, CertificateMonitor(share=math.inf)]  # its own limit is one of time
     run = trainer(
         tmp_path,
         max_steps=STEPS,

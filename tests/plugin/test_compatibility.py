@@ -41,13 +41,12 @@ from lightning_bilevel import (
     IVSP,
     BilevelError,
     Box,
+    CertificateMonitor,
     CertificateReport,
     Envelope,
     FullBatchDataModule,
     IVSPMixin,
-    KKTMonitor,
     LastCheckpoint,
-    MoreauGapMonitor,
     OptimizationBudget,
     PenaltyMonitor,
     SolverCallable,
@@ -161,9 +160,8 @@ class TestFlags:
     ) -> None:
         ours = [
             PenaltyMonitor(),
-            KKTMonitor(),
+            CertificateMonitor(),
             SolverMonitor(),
-            MoreauGapMonitor(),
             CertificateReport(),
         ]
         loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
@@ -260,7 +258,8 @@ class TestMetrics:
             def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
                 seen.append("bilevel/kkt_residual" in trainer.callback_metrics)
 
-        _, ours = fitted(tmp_path, steps=9, callbacks=[KKTMonitor(every_n_steps=3), Reader()])
+        callbacks = [CertificateMonitor(every_n_steps=3), Reader()]
+        _, ours = fitted(tmp_path, steps=9, callbacks=callbacks)
         assert seen == [False, False, True] * 3
         assert "bilevel/kkt_residual" in ours.callback_metrics
 
@@ -276,7 +275,7 @@ class TestMetrics:
 
         watched = Recorded("bilevel/kkt_stationarity", patience=50)
         limits = {} if validation else {"limit_val_batches": 0}
-        monitor = KKTMonitor(share=0.0)
+        monitor = CertificateMonitor(share=0.0)
         module, _ = fitted(
             tmp_path,
             steps=30,
@@ -287,7 +286,7 @@ class TestMetrics:
         every, _ = fitted(
             tmp_path,
             steps=30,
-            callbacks=[KKTMonitor(every_n_steps=5)],
+            callbacks=[CertificateMonitor(every_n_steps=5)],
             data=weighting_data(epoch_length=5),
         )
         assert [step for step, _ in scores] == list(range(5, 31, 5))
@@ -303,10 +302,10 @@ class TestMetrics:
             fitted(
                 tmp_path,
                 steps=8,
-                callbacks=[saved, MoreauGapMonitor(share=0.0)],
+                callbacks=[saved, CertificateMonitor(share=0.0)],
                 enable_checkpointing=True,
             )
-        other = MoreauGapMonitor(every_n_steps=2)
+        other = CertificateMonitor(every_n_steps=2)
         violations: list[float] = []
 
         class Reader(Callback):
@@ -323,8 +322,8 @@ class TestMetrics:
 def test_a_run_resumed_after_restore_best_goes_on_from_its_last_point(tmp_path: Path) -> None:
     """The file has the best point for a reader, and the last one for the run that goes on."""
 
-    def run(steps: int, folder: str, **resume: Any) -> tuple[Any, KKTMonitor]:
-        monitor = KKTMonitor(restore_best=True, every_n_steps=1)
+    def run(steps: int, folder: str, **resume: Any) -> tuple[Any, CertificateMonitor]:
+        monitor = CertificateMonitor(restore_best=True, every_n_steps=1)
         callbacks = [monitor, CertificateReport(), LastCheckpoint(tmp_path / folder)]
         return fitted_with(steps, callbacks, **resume), monitor
 
@@ -336,11 +335,12 @@ def test_a_run_resumed_after_restore_best_goes_on_from_its_last_point(tmp_path: 
 
     plain = fitted_with(40, [LastCheckpoint(tmp_path / "plain")])
     first, monitor = run(20, "best")
-    assert monitor.best["iteration"] < 20
+    assert monitor.best is not None
+    assert monitor.best.iteration < 20
     weights = torch.load(tmp_path / "best" / "last.ckpt", weights_only=True)["state_dict"]
-    assert torch.equal(weights["logits"], monitor.best["x"])
-    assert torch.equal(first.logits, monitor.best["x"])
-    kept = [KKTMonitor(), CertificateReport(), LastCheckpoint(tmp_path / "best")]
+    assert torch.equal(weights["logits"], monitor.best.x)
+    assert torch.equal(first.logits, monitor.best.x)
+    kept = [CertificateMonitor(), CertificateReport(), LastCheckpoint(tmp_path / "best")]
     resumed = fitted_with(40, kept, ckpt_path=tmp_path / "best" / "last.ckpt")
     assert same_parameters(resumed, plain)
 
@@ -481,7 +481,7 @@ class TestTrainingStep:
 
         callbacks = [
             CertificateReport(),
-            KKTMonitor(every_n_steps=1),
+            CertificateMonitor(every_n_steps=1),
             OptimizationBudget("1m"),
             PenaltyMonitor(),
             SolverMonitor(),
@@ -772,9 +772,8 @@ def test_the_first_process_says_to_the_others_what_they_wait_for(
         strategy, folder = Collectives(), tmp_path / str(rank)
         monitors = [
             PenaltyMonitor(),
-            KKTMonitor(restore_best=True, every_n_steps=1),
+            CertificateMonitor(restore_best=True, every_n_steps=1),
             SolverMonitor(),
-            MoreauGapMonitor(),
         ]
         callbacks = [
             *monitors,

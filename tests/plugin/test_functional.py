@@ -24,10 +24,10 @@ from lightning_bilevel import (
     MEHA,
     BilevelModule,
     Box,
+    CertificateMonitor,
     Chunks,
     Envelope,
     FullBatchDataModule,
-    KKTMonitor,
 )
 
 
@@ -217,11 +217,12 @@ def test_the_best_point_comes_with_its_buffers(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             seen.append(pl_module.classifier[1].running_mean.clone())
 
-    monitor = KKTMonitor(restore_best=True, every_n_steps=1)
+    monitor = CertificateMonitor(restore_best=True, every_n_steps=1)
     trainer(tmp_path, max_steps=25, callbacks=[points, Means(), monitor]).fit(
         module, datamodule=weighting_data()
     )
-    best = monitor.best["iteration"]
+    assert monitor.best is not None
+    best = monitor.best.iteration
     assert best < 25
     assert torch.equal(module.point[1], points.points[best - 1][1])
     assert torch.equal(module.classifier[1].running_mean, seen[best - 1])  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ from torch import Tensor
 from lightning_bilevel import (
     F2SA,
     IVSP,
+    CertificateMonitor,
     DigitsCleaning,
     FullBatchDataModule,
     Growing,
     HyperCleaning,
-    KKTMonitor,
 )
 from lightning_bilevel.data.growing import NestedSample
 
@@ -120,13 +120,14 @@ def test_the_theorem_is_about_the_last_stage(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings(EARLY)
 def test_certificate_and_monitor_are_of_all_data(tmp_path: Path) -> None:
-    monitor = KKTMonitor(every_n_steps=2)
+    monitor = CertificateMonitor(every_n_steps=2)
     module, _, _ = fitted(tmp_path, Growing(start=15, every=100), 6, MILD, monitor)
     certificate = module.certify()
     assert certificate.evaluated_on == ""
     problem = Weighting(60).bilevel_problem(BATCH)
     assert certificate.upper == pytest.approx(problem.upper(*module.point).value)
-    assert monitor.best["kkt"] == min(monitor.best["kkt"], module.certify(tolerance=1e-3).kkt)
+    assert monitor.best is not None
+    assert monitor.best.kkt == min(monitor.best.kkt, module.certify(tolerance=1e-3).kkt)
     # The weights of samples that no stage has seen have not moved.
     inside = NestedSample(Growing(start=15), BATCH).at(0)["lower"][2]
     moved = module.logits.detach().nonzero().reshape(-1)

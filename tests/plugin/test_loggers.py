@@ -248,7 +248,7 @@ def test_files_that_cannot_be_written_are_said(
     def full(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lightning_bilevel.callbacks.certificate_report.write_whole", full)
+    monkeypatch.setattr("lightning_bilevel.callbacks.certificate.write_whole", full)
     report = CertificateReport()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_bilevel import (
+    CertificateMonitor,
     CertificateReport,
     Envelope,
-    KKTMonitor,
-    MoreauGapMonitor,
     SolverMonitor,
 )
 from lightning_bilevel.stochastic import StreamingIVSP
@@ -156,7 +155,7 @@ class TestCertificate:
 
     def test_the_same_question_is_answered_once(self, tmp_path: Path) -> None:
         module = Streamed(envelope=self.ENVELOPE)
-        fitted(tmp_path, module, loaders(), callbacks=[KKTMonitor()])
+        fitted(tmp_path, module, loaders(), callbacks=[CertificateMonitor()])
         assert module.certify() is module.certify()
         assert module.certify(sample=True) is module.certify(sample=True)
 
@@ -166,8 +165,7 @@ class TestMonitors:
 
     def monitors(self) -> list[Any]:
         return [
-            KKTMonitor(every_n_steps=2),
-            MoreauGapMonitor(every_n_steps=2),
+            CertificateMonitor(every_n_steps=2),
             SolverMonitor(),
             CertificateReport(),
         ]
@@ -197,7 +195,7 @@ class TestMonitors:
         """An envelope so wide that the proximal point is not found in the allowed passes."""
         module = Streamed(envelope=Envelope(1e3, 0.0, 1e-9))
         report = CertificateReport(tolerance=1e-4, passes=5)
-        fitted(tmp_path, module, loaders(), callbacks=[KKTMonitor(tolerance=1e-4), report])
+        fitted(tmp_path, module, loaders(), callbacks=[CertificateMonitor(tolerance=1e-4), report])
         found = report.certificate
         assert found is not None
         assert found.tolerance > 1e-4
@@ -218,14 +216,14 @@ class TestMonitors:
                 return value if self.training else value * float("nan")
 
         module = Fragile(envelope=self.ENVELOPE)
-        callbacks = [KKTMonitor(), CertificateReport()]
+        callbacks = [CertificateMonitor(), CertificateReport()]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             fitted(tmp_path, module, loaders(), callbacks=callbacks)
         assert module.last_step is not None
         assert module.last_step.iteration == 12
         words = [str(warning.message) for warning in said]
-        assert any("KKTMonitor has no certificate to look at" in text for text in words)
+        assert any("CertificateMonitor has no certificate to look at" in text for text in words)
         assert any("There is no certificate: The lower-level function g" in text for text in words)
 
     def test_the_certificate_can_be_left_out(self, tmp_path: Path) -> None:

@@ -1,19 +1,59 @@
-"""A progress bar for steps that take a millisecond."""
+"""An end by optimisation time, and a progress bar that shows what is left of it."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.certificate_monitor import MoreauGapMonitor
-from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
+from lightning_bilevel.callbacks.certificate import CertificateMonitor
 from lightning_bilevel.plugin.mixin import BilevelMixin
 
-__all__ = ["BilevelProgressBar"]
+__all__ = ["BilevelProgressBar", "OptimizationBudget", "seconds"]
+
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds(duration: str | float) -> float:
+    """Read a duration such as ``"1s"``, ``"500ms"``, ``"2m"``, ``"1.5h"``, or a number of seconds.
+
+    Example:
+        >>> seconds("2m"), seconds("500ms"), seconds(3)
+        (120.0, 0.5, 3.0)
+    """
+    match = re.fullmatch(r"(\d*\.?\d+(?:e[+-]?\d+)?) *(ms|s|m|min|h|)", str(duration).strip())
+    value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    if not 0.0 < value < math.inf:
+        raise ValueError(
+            f"budget {duration!r} is not a duration: write a positive number of seconds, or "
+            "one with ms, s, m or h, such as 10m."
+        )
+    return value
+
+
+class OptimizationBudget(Callback):
+    """Stops fit when the solver has spent its time.
+
+    Only the solver's own steps count, inner loops included; loading data, validation, logging and
+    plots do not. The time is part of the solver's state, so it goes on counting after a resume.
+
+    Args:
+        budget: The optimisation time, such as ``60s``, ``10m`` or a number of seconds.
+    """
+
+    def __init__(self, budget: str | float) -> None:
+        self.budget = seconds(budget)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        step = pl_module.last_step
+        if step is not None and step.optimization_time >= self.budget:
+            trainer.should_stop = True
 
 
 class BilevelProgressBar(TQDMProgressBar):
@@ -45,7 +85,7 @@ class BilevelProgressBar(TQDMProgressBar):
         if isinstance(pl_module, BilevelMixin) and pl_module.last_step is not None:
             metrics = pl_module.last_step.metrics()
             for callback in cast(Any, trainer).callbacks:
-                if isinstance(callback, MoreauGapMonitor) and callback.latest is not None:
+                if isinstance(callback, CertificateMonitor) and callback.latest is not None:
                     metrics.setdefault("bilevel/moreau_gap", callback.latest)
                 if isinstance(callback, OptimizationBudget):
                     left = callback.budget - pl_module.last_step.optimization_time
