@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import groups, point_of, random_problem
+from lightning_bilevel.solvers.ivsp.change import Change
+from lightning_bilevel.solvers.ivsp.merit import Merit
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -23,9 +25,7 @@ from lightning_bilevel import (
     certify,
 )
 from lightning_bilevel.core.prox import inexact_prox
-from lightning_bilevel.solvers.ivsp.change import Change
 from lightning_bilevel.solvers.ivsp.constants import Constants
-from lightning_bilevel.solvers.ivsp.merit import Merit
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
 from lightning_bilevel.solvers.ivsp.point import Point
 from lightning_bilevel.solvers.ivsp.rules import Own, Paper
