@@ -1,39 +1,37 @@
-"""What IVSP's own rules do with trials, the penalty and the inner loop."""
+"""What the adaptive rules do with trials, the penalty, the accuracy and the unit of x."""
 
 import itertools
 import math
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers import groups, point_of, random_problem
+from helpers import PLAIN, advance, facts, groups, point_of, random_problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_bilevel import (
-    IVSP,
-    BilevelProblem,
-    Box,
-    Calls,
-    Envelope,
-    Free,
-    IVSPInfo,
-    NonFiniteError,
-    certify,
-)
+from lightning_bilevel import IVSP, BilevelProblem, Box, Envelope, certify
+from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.core.moreau import gradient_error
+from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.core.prox import inexact_prox
-from lightning_bilevel.solvers.ivsp.change import Change
-from lightning_bilevel.solvers.ivsp.constants import Constants
-from lightning_bilevel.solvers.ivsp.merit import Merit
+from lightning_bilevel.core.sets import Free
+from lightning_bilevel.solvers.ivsp import adaptive
+from lightning_bilevel.solvers.ivsp.adaptive import AdaptiveRules, shortened, zhang_hager
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
+from lightning_bilevel.solvers.ivsp.linesearch import Secant
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
-from lightning_bilevel.solvers.ivsp.point import Point
-from lightning_bilevel.solvers.ivsp.rules import Own, Paper
+from lightning_bilevel.solvers.ivsp.point import Merit, Point
+from lightning_bilevel.solvers.ivsp.rules import PaperRules
+from lightning_bilevel.solvers.ivsp.state import State
+from lightning_bilevel.solvers.record import PenaltyInfo
 
 DOUBLE = torch.float64
 
 
-def run(seed: int, steps: int, **constants: float) -> tuple[list[IVSPInfo], list[Tensor]]:
+def run(seed: int, steps: int, **constants: float) -> tuple[list[PenaltyInfo], list[Tensor]]:
     """IVSP without constants on a random problem; its records, and the points it was at."""
     problem, _, x, y, _ = random_problem(seed, 3, 5, 5.0)
     solver = IVSP(groups(x, y), **constants)
@@ -44,6 +42,22 @@ def run(seed: int, steps: int, **constants: float) -> tuple[list[IVSPInfo], list
     return history, points
 
 
+def rules_at(gamma: float, mu: float = 0.1, **constants: float) -> AdaptiveRules:
+    """The rules at the penalty gamma and the smoothing mu, for two variables."""
+    zeros = torch.zeros(1, dtype=DOUBLE)
+    c = IVSPConstants(**{"gamma0": 1.0, "c2": 1.0, **constants})
+    state = State(
+        x=zeros, y=zeros, constants=c, estimated=(), own_unit=1.0, gamma=gamma, L_start=1.0
+    )
+    evaluate: Any = None
+    return AdaptiveRules(state, evaluate, Merit(gamma, mu, Huber()), Free())
+
+
+def point(residual: float, grad_f: Tensor, grad_R: Tensor) -> Point:
+    w, none = torch.zeros(2, dtype=DOUBLE), (None,) * 3
+    return Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, (residual,), (grad_R,), 0, *none)
+
+
 class TestEarlyRejection:
     @pytest.mark.parametrize("seed", range(4))
     def test_never_changes_the_accepted_path(
@@ -51,9 +65,14 @@ class TestEarlyRejection:
     ) -> None:
         # Doubling makes both see the same curvatures: what a trial saw is a bound if it ended
         # early. The first steps are far too long, so that trials are rejected.
-        monkeypatch.setattr(Own, "retry", Paper.retry)
+        monkeypatch.setattr(AdaptiveRules, "retry", PaperRules.retry)
         early, points = run(seed, 25, L_init=1e-7)
-        monkeypatch.setattr(Own, "rejects_early", property(lambda self: False))
+        trial = AdaptiveRules.trial
+        monkeypatch.setattr(
+            AdaptiveRules,
+            "trial",
+            lambda self, here, w, zeta, exceeds: trial(self, here, w, zeta, lambda low: False),
+        )
         whole, same = run(seed, 25, L_init=1e-7)
         assert all(torch.equal(a, b) for a, b in zip(points, same, strict=True))
         assert [info.trials for info in early] == [info.trials for info in whole]
@@ -67,7 +86,7 @@ class TestEarlyRejection:
         start = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
         solver = IVSP(groups(*start))
         solver.step(problem=problem)
-        solver.memory["L_start"] = 1e-6 * solver.memory["L_start"]
+        solver.run = replace(solver.run, L_start=1e-6 * solver.run.L_start)
         info = solver.step(problem=problem)
         rejected = info.trials - 1
         assert rejected >= 1
@@ -85,19 +104,13 @@ class TestEarlyRejection:
 
 
 class TestRetry:
-    def own(self) -> Own:
-        problem, _, x, y, _ = random_problem(0, 3, 5, 5.0)
-        solver = IVSP(groups(x, y))
-        solver.step(problem=problem)
-        return Own(Constants.read(solver.param_groups[0]))
-
     @pytest.mark.parametrize(
         ("seen", "expected"), [(0.1, 6.0), (10.0, 10.0), (1e9, 3072.0), (math.inf, 24.0)]
     )
     def test_is_the_curvature_that_was_seen_within_bounds(
         self, seen: float, expected: float
     ) -> None:
-        assert self.own().retry(3.0, lambda: seen) == expected
+        assert rules_at(0.5).retry(3.0, lambda: seen) == expected
 
     def test_a_search_on_a_quadratic_needs_two_trials_however_long_its_start(self) -> None:
         problem = BilevelProblem(
@@ -106,7 +119,7 @@ class TestRetry:
         start = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
         solver = IVSP(groups(*start))
         solver.step(problem=problem)
-        solver.memory["L_start"] /= 500
+        solver.run = replace(solver.run, L_start=solver.run.L_start / 500)
         assert solver.step(problem=problem).trials == 2
 
 
@@ -123,7 +136,7 @@ class TestPenalty:
         assert matching_factor(1e-3) == 2.0
         assert matching_factor(0.0) == 1.0
 
-    def history(self, gamma0: float) -> list[IVSPInfo]:
+    def history(self, gamma0: float) -> list[PenaltyInfo]:
         # min (y - 1)^2/2 with g = y^2/2: R = 0 at y = sqrt(2 delta (1 + rho)/rho), so the
         # multiplier is known.
         problem = BilevelProblem(
@@ -145,7 +158,7 @@ class TestPenalty:
         assert abs(last.residual) < 0.02 * last.mu
 
     def test_is_weakened_a_bounded_number_of_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_bilevel.solvers.ivsp.rules._MATCHES", 3)
+        monkeypatch.setattr(adaptive, "_MATCHES", 3)
         gammas = [info.gamma for info in self.history(1e-6)]
         assert sum(a != b for a, b in itertools.pairwise(gammas)) == 3
 
@@ -279,84 +292,76 @@ def stiff_in_x(factor: float, coupling: float = 0.01) -> tuple[BilevelProblem, T
 class TestTheUnitOfX:
     def test_gets_shorter_where_the_merit_is_stiffer_in_x(self) -> None:
         problem, x, y = stiff_in_x(1e4)
-        solver = IVSP(groups(x, y))
+        solver = IVSP(groups(x, y, (2.0, 1.0)))
         units = []
         for _ in range(31):
             solver.step(problem=problem)
-            units.append(solver.constants["own_unit"])
+            units.append(solver.run.own_unit)
         assert units[0] == units[9]
         assert units[10] <= 0.5 * units[9]
         assert all(later <= earlier for earlier, later in itertools.pairwise(units))
-        # Only after each ten iterations, and the group measures x in the same unit.
+        # Only after each ten iterations, beside the unit of the group.
         changes = [k for k in range(1, 31) if units[k] != units[k - 1]]
         assert all(k % 10 == 0 for k in changes)
-        assert solver.param_groups[0]["unit"] == units[-1]
+        assert solver.run.units == (2.0 * units[-1], 1.0)
+        assert solver.param_groups[0]["unit"] == 2.0
 
     def test_stays_where_both_levels_are_alike(self) -> None:
         problem, x, y = stiff_in_x(1.0, coupling=1.0)
         solver = IVSP(groups(x, y))
         first = solver.step(problem=problem)
-        unit = solver.constants["own_unit"]
+        unit = solver.run.own_unit
         for _ in range(40):
             solver.step(problem=problem)
         assert first.step > 0.0
-        assert solver.constants["own_unit"] == unit
+        assert solver.run.own_unit == unit
 
-    def test_is_a_change_of_variables(self) -> None:
+    def test_a_shorter_unit_leaves_the_point(self) -> None:
         problem, x, y = stiff_in_x(1e4)
         solver = IVSP(groups(x, y))
-        for _ in range(10):
-            info = solver.step(problem=problem)
-        before = point_of(solver)
-        factor = 0.25
-        solver.memory["stiffness"] = 8.0
-        scaled = solver._in_units(problem)
-        assert solver.prepare(scaled, *solver._read(scaled)) == factor
-        # The user's point and the values there are the same in the new unit.
-        solver.param_groups[0]["unit"] *= factor
-        scaled = solver._in_units(problem)
-        x, y = solver._read(scaled)
-        assert torch.equal(x * solver.param_groups[0]["unit"], before[0])
-        assert scaled.upper(x, y).value == info.upper
+        advance(solver, problem, 10)
+        before = replace(solver.run, stiffness=8.0)
+        after = shortened(before)
+        assert (after.units[0], after.own_unit) == (0.25 * before.units[0], 0.25 * before.own_unit)
+        assert after.x is before.x
+        assert after.y is before.y
+        assert (after.stiffness, after.shortened, after.point) == (0.0, 1, None)
+        assert shortened(replace(before, k=11)).units == before.units
+        assert shortened(replace(before, stiffness=-8.0)).units == before.units
 
     def test_the_theorem_counts_from_its_last_change(self) -> None:
         problem, x, y = stiff_in_x(1e4)
         solver = IVSP(groups(x, y))
         for _ in range(40):
             solver.step(problem=problem)
-        began = solver.memory["began"]
+        began = solver.run.theorem.began
         assert began > 0
         assert began % 10 == 0
         assert solver.proved is not None
         assert solver.proved.iteration > began
 
     def test_a_fault_in_the_iteration_that_shortens_it_leaves_all_as_it_was(self) -> None:
-        """The theorem's point is kept in the unit of its iteration."""
         problem, x, y = stiff_in_x(1e4)
         fails = [False]
         broken = BilevelProblem(
             lambda x, y: problem.upper_terms[0](x, y) * (math.nan if fails[0] else 1.0),
             problem.lower_terms[0],
         )
-        solver, healthy = (IVSP(groups(x.clone(), y.clone())) for _ in range(2))
-        for _ in range(10):
-            solver.step(problem=broken)
-            healthy.step(problem=problem)
-        before, unit = solver.proved, solver.param_groups[0]["unit"]
-        assert before is not None
+        solver, healthy = (IVSP(groups(x, y)) for _ in range(2))
+        advance(solver, broken, 10)
+        advance(healthy, problem, 10)
+        run = solver.run
         fails[0] = True
         with pytest.raises(NonFiniteError):
             solver.step(problem=broken)
-        after = solver.proved
-        assert solver.param_groups[0]["unit"] == solver.constants["own_unit"] == unit
-        assert after is not None
-        assert torch.equal(after.x, before.x)
-        assert torch.equal(after.y, before.y)
+        assert solver.run is run
         # The next iteration shortens it, and goes on as a run without a fault.
         fails[0] = False
-        for _ in range(3):
-            assert solver.step(problem=broken).upper == healthy.step(problem=problem).upper
-        assert solver.constants["own_unit"] == healthy.constants["own_unit"] < unit
+        for got, expected in zip(
+            advance(solver, broken, 3), advance(healthy, problem, 3), strict=True
+        ):
+            assert facts(got) == facts(expected)
+        assert solver.run.own_unit == healthy.run.own_unit < run.own_unit
         assert all(map(torch.equal, point_of(solver), point_of(healthy)))
 
     def test_changes_at_most_ten_times(self) -> None:
@@ -364,38 +369,41 @@ class TestTheUnitOfX:
         solver = IVSP(groups(x, y))
         solver.step(problem=problem)
         for _ in range(12):
-            solver.memory.update(stiffness=4.0, iteration=20)
+            solver.run = replace(solver.run, stiffness=4.0, k=20)
             solver.step(problem=problem)
-        assert solver.memory["units"] == 10
-
-    @pytest.mark.parametrize("stop", [9, 10, 11, 20])
-    def test_a_resumed_run_goes_on_bit_for_bit(self, stop: int) -> None:
-        problem, x, y = stiff_in_x(1e4)
-        one = IVSP(groups(x.clone(), y.clone()))
-        for _ in range(stop):
-            one.step(problem=problem)
-        two = IVSP(groups(*(level.clone() for level in point_of(one))))
-        two.load_state_dict(one.state_dict())
-        for _ in range(15):
-            first, second = one.step(problem=problem), two.step(problem=problem)
-            assert first.passes == second.passes
-            assert first.upper == second.upper
-        assert all(map(torch.equal, point_of(one), point_of(two)))
+        assert solver.run.shortened == 10
 
     def test_the_stiffness_is_the_ratio_of_the_curvatures(self) -> None:
-        change = Change(products=(32.0, 4.0), squares=(2.0, 4.0), dv_dv=9.0)
-        assert change.stiffness == pytest.approx(4.0)
-        assert (change.dw_dv, change.dw_dw) == (36.0, 6.0)
+        def ratio(products: tuple[float, float], squares: tuple[float, float]) -> float | None:
+            return Secant(products, squares, dv_dv=9.0).log2_curvature_ratio
+
+        assert ratio((32.0, 4.0), (2.0, 4.0)) == pytest.approx(4.0)
         # A level that is not convex along the step says nothing.
-        assert Change((32.0, -4.0), (2.0, 4.0), 1.0).stiffness is None
-        assert Change((1.0, 0.0), (1.0, 1.0), 1.0).stiffness is None
-        assert Change((1.0, 1.0), (0.0, 1.0), 1.0).stiffness is None
-        tiny = Change((1e-300, 1.0), (1e-320, 1.0), 1.0).stiffness
+        assert ratio((32.0, -4.0), (2.0, 4.0)) is None
+        assert ratio((1.0, 0.0), (1.0, 1.0)) is None
+        assert ratio((1.0, 1.0), (0.0, 1.0)) is None
+        tiny = ratio((1e-300, 1.0), (1e-320, 1.0))
         assert tiny is not None
         assert math.isfinite(tiny)
 
 
 class TestTheReference:
+    MERITS = (5.0, 4.0, 4.2, 1.0, 3.0, 0.5)  # none is above the average
+
+    def test_is_the_weighted_average_of_the_merits(self) -> None:
+        excess, weight = 0.0, 1.0
+        for count in range(2, len(self.MERITS) + 1):
+            before, new = self.MERITS[count - 2 : count]
+            excess, weight = zhang_hager(before + excess - new, weight)
+            powers = [0.85**age for age in range(count)]
+            terms = zip(powers, reversed(self.MERITS[:count]), strict=True)
+            average = sum(power * merit for power, merit in terms) / sum(powers)
+            assert weight == pytest.approx(sum(powers))
+            assert new + excess == pytest.approx(average)
+
+    def test_is_never_below_the_merit(self) -> None:
+        assert zhang_hager(-1e-3, 4.0)[0] == 0.0
+
     def test_lets_a_merit_rise_but_not_above_the_average(self) -> None:
         # A long valley: Barzilai-Borwein steps are not monotone there.
         spread = torch.logspace(-3, 0, 30, dtype=DOUBLE)
@@ -404,24 +412,38 @@ class TestTheReference:
             lambda x, y: 0.5 * (spread * (y - x) ** 2).sum(),
         )
         solver = IVSP(groups(torch.ones(30, dtype=DOUBLE), -torch.ones(30, dtype=DOUBLE)))
+        solver.step(problem=problem)
         rises = 0
         for _ in range(60):
-            excess = solver.memory.get("excess", 0.0)
-            merit = solver._merit() if solver.constants["chosen"] is not None else None
-            before = solver._known
+            run = solver.run
+            merit = Merit(run.gamma, run.constants.mu(run.k), run.constants.phi)
             solver.step(problem=problem)
-            after = solver._known
-            if merit is None or before is None or after is None:
+            before, after = run.point, solver.run.point
+            if before is None or after is None:
                 continue
             rise = merit.value(after) - merit.value(before)
             # Up to the accuracy of the evaluations.
-            assert rise <= excess + before.zeta + after.zeta + 0.1 * merit.mu
+            assert rise <= run.excess + before.zeta + after.zeta + 0.1 * merit.mu
             rises += rise > before.zeta + after.zeta
         assert rises > 0
 
     def test_the_paper_has_none(self) -> None:
-        assert Paper(constants=None).memory == 0.0  # type: ignore[arg-type]
-        assert 0.0 < Own(constants=None).memory < 1.0  # type: ignore[arg-type]
+        problem, _, x, y, known = random_problem(0, 3, 5, 5.0)
+        given = {"rho": 0.5 / known["sigma"], "sigma": known["sigma"], "rules": "paper"}
+        solver = IVSP(groups(x, y), **{**PLAIN, **given})
+        for _ in range(20):
+            solver.step(problem=problem)
+            assert (solver.run.excess, solver.run.weight) == (0.0, 1.0)
+
+
+def test_the_accuracy_keeps_the_error_below_half_of_the_mapping() -> None:
+    envelope = Envelope(rho=0.3, sigma=1.0, delta=1e-3)
+    rules = rules_at(1.0, mu=0.02, rho=0.3, sigma=1.0, L_xy=2.0)
+    here = point(0.0, *torch.zeros(2, 2, dtype=DOUBLE))
+    for mapping in (1e-6, 1e-2, 30.0):
+        zeta = rules.accuracy(mapping, here, B_R=5.0)
+        error = gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0)
+        assert 0.25 * mapping <= error <= 0.5 * mapping * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -437,15 +459,11 @@ class TestTheReference:
 def test_a_penalty_that_is_too_strong_returns_to_its_start(
     gamma: float, left: float, expected: float
 ) -> None:
-    merit = Merit(gamma, mu=0.1, phi=Huber())
     residual = -0.04  # the slope of the smoothed plus is 0.1 there
     grad_f = torch.tensor([1.0, 0.0], dtype=DOUBLE)
     # gamma grad f + 0.1 grad R is ``left`` times gamma grad f.
-    grad_R = (left - 1.0) * gamma / 0.1 * grad_f
-    w = torch.zeros(2, dtype=DOUBLE)
-    there = Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, (residual,), (grad_R,), 0)
-    rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
-    assert rules.next_penalty(there, merit, 1.0, 1.0, Free(), 0) == pytest.approx(expected)
+    there = point(residual, grad_f, (left - 1.0) * gamma / 0.1 * grad_f)
+    assert rules_at(gamma).next_penalty(there, 1.0, 1.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -454,8 +472,5 @@ def test_a_penalty_that_is_too_strong_returns_to_its_start(
 def test_a_violation_after_a_small_step_halves_the_penalty_but_never_to_zero(
     gamma: float, expected: float
 ) -> None:
-    grad, w = torch.ones(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
-    merit = Merit(gamma, mu=0.1, phi=Huber())
-    there = Point(w, 1, 1.0, grad, w[1:], 0.0, 0.0, (0.2,), (grad,), 0)
-    rules = Own(SimpleNamespace(gamma0=1.0, c2=1.0))  # type: ignore[arg-type]
-    assert rules.next_penalty(there, merit, 0.0, 1.0, Free(), 0) == pytest.approx(expected)
+    grad = torch.ones(2, dtype=DOUBLE)
+    assert rules_at(gamma).next_penalty(point(0.2, grad, grad), 0.0, 1.0) == expected
