@@ -229,6 +229,7 @@ class Evaluator:
 
     def refined(self, point: Point, zeta: float) -> Point:
         """Evaluate R again, more accurately."""
+        point.at_z.release()
         z, halvings = self._prox(point.below, point.y, point.z, zeta)
         at_z = LowerPoint(z)
         gap = evaluate_gap(point.below, point.at_y, at_z, self.envelope)
