@@ -56,7 +56,7 @@ class MNISTCleaning(CleaningData):
         except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
             files = "the two image and the two label files (*-ubyte)"
             folder = f"{self.source}/raw"
-            raise missing_data(type(self).__name__, files, self.root, folder) from error
+            raise missing_data(type(self).__name__, files, self.root, folder, error) from error
         return dataset.data, dataset.targets
 
 

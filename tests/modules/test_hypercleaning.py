@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
+from lightning_bilevel import BOME, DatasetCleaning, Envelope, HyperCleaning
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
@@ -29,8 +29,8 @@ def blobs(count: int, seed: int) -> TensorDataset:
     return TensorDataset(images.view(count, 1, 2, 2), labels)
 
 
-def data(n_train: int = 60, **options: Any) -> CleaningData:
-    return CleaningData.from_datasets(
+def data(n_train: int = 60, **options: Any) -> DatasetCleaning:
+    return DatasetCleaning(
         blobs(n_train, 1),
         blobs(50, 2),
         blobs(40, 3),
