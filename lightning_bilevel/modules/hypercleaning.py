@@ -83,13 +83,11 @@ class HyperCleaning(Reweighting):
         upper_bound: float = BOUND,
         **options: Any,
     ) -> None:
-        qualification: Qualification
+        qualification: Qualification = Reweighted()
         if weighted_mean:
             qualification = "not known for the weighted mean"
         elif classifier is None:
             qualification = ReweightedSigmoidNetwork(hidden, classes)
-        else:
-            qualification = Reweighted()
         super().__init__(
             sigmoid_network(inputs, hidden, classes) if classifier is None else classifier,
             SampleWeights(n_train, upper_bound),
@@ -127,10 +125,6 @@ class HyperCleaning(Reweighting):
             return super().lower_loss(batch, losses)
         weights: Tensor = self.weights(batch[2])
         return (weights * losses).mean()
-
-    def suspicion(self, data: Any) -> Tensor:
-        # Beyond a logit of 17 all weights are 1 in float32.
-        return -self.logits
 
     def on_train_end(self) -> None:
         """Show the most suspicious samples in the loggers, and in the folder of the run."""

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torchmetrics.functional.classification import binary_auroc
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.weights import SampleWeights
 from lightning_bilevel.plugin.loggers import log_figure
 from lightning_bilevel.plugin.mixin import BilevelModule
@@ -20,9 +20,7 @@ from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.stochastic.penalties import StreamingIVSP
 from lightning_bilevel.stochastic.step import Method
 
-__all__ = ["Reweighting"]
-
-_LAST = -1
+__all__ = ["Reweighting", "detection", "missed_errors"]
 
 
 class Reweighting(BilevelModule):
@@ -87,6 +85,8 @@ class Reweighting(BilevelModule):
         super().__init__()
         self.model = model
         self.weights = weights
+        # Where a lower batch has what the weights are found by; None where they take the losses.
+        self.entry: Any = getattr(weights, "entry", -1)
         self.loss = partial(cross_entropy, reduction="none") if loss is None else loss
         given = method is not None or upper_optimizer is not None or lower_optimizer is not None
         if solver is None and (given or type(self).default_solver is None):
@@ -119,40 +119,42 @@ class Reweighting(BilevelModule):
 
     def key(self, batch: Any) -> Any:
         """Return what the weights of a lower batch are found by: its entry ``weights.entry``."""
-        entry = getattr(self.weights, "entry", _LAST)
         # The labels are no key, unless the weights ask for them.
-        if (entry not in (0, 1) and len(batch) < 3) or entry >= len(batch):
+        if (self.entry not in (0, 1) and len(batch) < 3) or self.entry >= len(batch):
             raise ValueError(
                 f"`{type(self).__name__}` was given a lower batch of {len(batch)} entries: its "
                 f"{type(self.weights).__name__} needs (inputs, labels, number or source), as "
                 "`Numbered(dataset)` makes them."
             )
-        return batch[entry]
+        return batch[self.entry]
 
     def upper_loss(self, batch: Any) -> Tensor:
         """The mean loss on trusted data."""
-        return self._sample_losses(batch).mean()
+        return self._judged(batch)[1].mean()
 
     def lower_outputs(self, batch: Any) -> Tensor:
         """The loss of each training sample: g depends on y only through them."""
-        return self._sample_losses(batch)
+        return self._judged(batch)[1]
 
     def lower_loss(self, batch: Any, losses: Tensor) -> Tensor:
         """The weighted mean of the losses."""
-        weights: Tensor = self.weights(losses.detach() if self._by_losses else self.key(batch))
+        weights: Tensor = self.weights(losses.detach() if self.entry is None else self.key(batch))
         return weights @ losses.to(weights) / weights.sum()
 
     def suspicion(self, data: Any) -> Tensor | None:
         """Return a number per training sample, larger where a wrong label is more likely."""
-        if self._by_losses:
+        if self.entry is None:
             return None
+        if isinstance(self.weights, SampleWeights):
+            # Beyond a logit of 17 all weights are 1 in float32.
+            return -self.weights.logits
         return -torch.cat([self.weights(self.key(part)) for part in as_chunks(data.lower).batches])
 
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the weights."""
-        samples = getattr(getattr(self.trainer, "datamodule", None), "n_train", None)
-        if isinstance(self.weights, SampleWeights) and samples is not None:
+        if isinstance(self.weights, SampleWeights):
             n = len(self.weights.logits)
+            samples = getattr(getattr(self.trainer, "datamodule", None), "n_train", n)
             if samples != n:
                 raise ValueError(
                     f"`{type(self).__name__}` has the weights of {n} samples and was given "
@@ -160,8 +162,7 @@ class Reweighting(BilevelModule):
                 )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        name = "val" if dataloader_idx == 0 else "test"
-        self._log_quality(name, batch, add_dataloader_idx=False)
+        self._log_quality("test" if dataloader_idx else "val", batch, add_dataloader_idx=False)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._log_quality("test", batch)
@@ -188,49 +189,76 @@ class Reweighting(BilevelModule):
         if draw is not None:
             log_figure(self.trainer, "weights", draw, self.trainer.global_step)
 
-    @property
-    def _by_losses(self) -> bool:
-        return getattr(self.weights, "entry", _LAST) is None
-
-    def _sample_losses(self, batch: Any) -> Tensor:
+    def _judged(self, batch: Any) -> tuple[Any, Tensor]:
+        """Return the outputs of the model and the loss of each sample."""
         inputs, labels = self.split(batch)
-        return self._checked(self.loss(self.model(inputs), labels), labels)
-
-    def _checked(self, losses: Tensor, labels: Any) -> Tensor:
+        outputs = self.model(inputs)
+        losses = self.loss(outputs, labels)
         if losses.ndim != 1 or (isinstance(labels, Tensor) and len(losses) != len(labels)):
             raise ValueError(
                 f"`Reweighting(loss=...)` returned a tensor of shape {tuple(losses.shape)}: it "
                 'must return one loss per sample, as `CrossEntropyLoss(reduction="none")` does. '
                 "Of a loss per token or pixel take the mean over each sample."
             )
-        return losses
+        return outputs, losses
 
     def _log_quality(self, name: str, batch: Any, **options: Any) -> None:
-        inputs, labels = self.split(batch)
-        outputs = self(inputs)
-        losses = self._checked(self.loss(outputs, labels), labels)
+        outputs, losses = self._judged(batch)
+        labels = self.split(batch)[1]
         self._log(f"{name}_loss", losses.mean(), len(losses), **options)
-        if _are_classes(outputs, labels):
+        classes = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
+        if classes and outputs.ndim == 2:
             wrong = (outputs.argmax(1) != labels).float().mean()
             self._log(f"{name}_error", wrong, len(losses), **options)
 
     def _log(self, name: str, value: Tensor, batch_size: int | None = None, **options: Any) -> None:
         # Processes have the same batch or parts of it: the mean over them is right for both.
-        self.log(
-            name,
-            value.to(self.device),
-            prog_bar=True,
-            sync_dist=True,
-            batch_size=batch_size,
-            **options,
-        )
+        options |= {"prog_bar": True, "sync_dist": True, "batch_size": batch_size}
+        self.log(name, value.to(self.device), **options)
 
 
-def _are_classes(outputs: Any, labels: Any) -> bool:
-    return (
-        isinstance(outputs, Tensor)
-        and isinstance(labels, Tensor)
-        and outputs.ndim == 2
-        and labels.ndim == 1
-        and not labels.is_floating_point()
-    )
+def missed_errors(suspicion: Tensor, corrupted: Tensor) -> float:
+    r"""Return the share of wrong labels that are missed at a budget equal to the noise rate.
+
+    With n_wrong wrong labels, the n_wrong most suspicious samples S are looked at:
+
+    .. math:: 1 - \frac{|S \cap \text{wrong}|}{n_\text{wrong}}
+
+    Where samples at the border of S are equally suspicious, it is the expectation over a random
+    choice among them. A score that knows nothing misses the share of right labels.
+
+    Args:
+        suspicion: One number per sample, larger where a wrong label is more likely.
+        corrupted: The mask of the samples whose label is wrong.
+
+    Example:
+        >>> corrupted = torch.tensor([True, True, False, False])
+        >>> missed_errors(torch.tensor([0.9, 0.2, 0.3, 0.1]), corrupted)
+        0.5
+    """
+    budget = int(corrupted.sum())
+    border = suspicion.topk(budget).values[-1]
+    above, at_border = suspicion > border, suspicion == border
+    places = budget - int(above.sum())
+    found = int((above & corrupted).sum())
+    found_at_border = places * int((at_border & corrupted).sum()) / int(at_border.sum())
+    return 1 - (found + found_at_border) / budget
+
+
+def detection(suspicion: Tensor, corrupted: Tensor) -> dict[str, float]:
+    """Return both measures of a score of suspicion: ``auroc`` and ``missed_errors``.
+
+    AUROC is the probability that a wrong label is more suspicious than a right one.
+
+    Args:
+        suspicion: One number per sample, larger where a wrong label is more likely.
+        corrupted: The mask of the samples whose label is wrong.
+    """
+    # torchmetrics puts scores outside [0, 1] through a sigmoid, which makes large ones equal. Ranks
+    # are equal only where the score is.
+    values, ranks = torch.unique(suspicion, return_inverse=True)
+    score = ranks.double() / max(len(values) - 1, 1)
+    return {
+        "auroc": float(binary_auroc(score, corrupted.int())),
+        "missed_errors": missed_errors(suspicion, corrupted),
+    }
