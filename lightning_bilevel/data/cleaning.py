@@ -30,7 +30,7 @@ class Splits(NamedTuple):
 
     train: Samples
     validation: Samples
-    test: Samples | None
+    test: Samples | None = None
 
 
 def corrupt_labels(
@@ -301,4 +301,4 @@ class DatasetCleaning(CleaningData):
                 f"{j} is training image {i}): leave them out of one of the two."
             )
         self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
-        return Splits(sets["train"], sets["validation"], sets.get("test"))
+        return Splits(**sets)

@@ -229,9 +229,9 @@ class WeightNet(nn.Module):
         return weights
 
     @torch.no_grad()
-    def values(self, losses: Tensor | None = None) -> Tensor:
-        """Return the weights of losses from 0 to 10, or of these, without gradients."""
-        weights: Tensor = self(self._grid() if losses is None else losses)
+    def values(self) -> Tensor:
+        """Return the weights of losses from 0 to 10, without gradients."""
+        weights: Tensor = self(self._grid())
         return weights
 
     def figure(self) -> Any:
