@@ -54,21 +54,28 @@ class Episodes(NamedTuple):
                 queries.
         """
         episodes = []
-        for data, given in itertools.islice(tasks, count):
-            _, labels, counts = torch.unique(
-                torch.as_tensor(given), return_inverse=True, return_counts=True
-            )
-            if len(set(counts.tolist())) > 1 or counts[0] <= shots:
+        for data, labels in itertools.islice(tasks, count):
+            counts = torch.unique(torch.as_tensor(labels), return_counts=True)[1].tolist()
+            if len(set(counts)) > 1 or counts[0] <= shots:
                 raise ValueError(
                     f"`Episodes.from_tasks(shots={shots})` was given a task with classes of "
-                    f"{counts.tolist()} examples: each must have the same number, more than "
-                    f"{shots}."
+                    f"{counts} examples: each must have the same number, more than {shots}."
                 )
-            order = torch.argsort(labels, stable=True).view(len(counts), -1)
-            support, query = order[:, :shots].flatten(), order[:, shots:].flatten()
-            images = torch.as_tensor(data).float()
-            episodes.append((images[support], labels[support], images[query], labels[query]))
+            order = torch.argsort(torch.as_tensor(labels), stable=True).view(len(counts), -1)
+            episodes.append(_divided(torch.as_tensor(data).float()[order], shots))
         return cls(*map(torch.stack, zip(*episodes, strict=True)))
+
+
+def _divided(examples: Tensor, shots: int) -> tuple[Tensor, ...]:
+    """Return the support and the queries of an episode with these examples of each class."""
+    ways, count = examples.shape[:2]
+    labels = torch.arange(ways)
+    return (
+        examples[:, :shots].flatten(0, 1),
+        labels.repeat_interleave(shots),
+        examples[:, shots:].flatten(0, 1),
+        labels.repeat_interleave(count - shots),
+    )
 
 
 def draw_episode(
@@ -88,14 +95,7 @@ def draw_episode(
     generator = random.Random(key)
     classes = generator.sample(range(len(images)), ways)
     chosen = [generator.sample(range(images.shape[1]), shots + queries) for _ in classes]
-    examples = images[torch.tensor(classes).unsqueeze(1), torch.tensor(chosen)]
-    labels = torch.arange(ways)
-    return (
-        examples[:, :shots].flatten(0, 1),
-        labels.repeat_interleave(shots),
-        examples[:, shots:].flatten(0, 1),
-        labels.repeat_interleave(queries),
-    )
+    return _divided(images[torch.tensor(classes).unsqueeze(1), torch.tensor(chosen)], shots)
 
 
 @dataclass(eq=False)

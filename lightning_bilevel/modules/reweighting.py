@@ -52,7 +52,7 @@ class Reweighting(BilevelModule):
 
     An upper batch is (inputs, labels). A lower batch begins in the same way and carries what the
     weights are found by: (inputs, labels, number), (inputs, labels, number, source) or (inputs,
-    labels, source). :class:`~lightning_bilevel.data.numbered.Numbered` adds both to any Dataset.
+    labels, source). :class:`~lightning_bilevel.data.samples.Numbered` adds both to any Dataset.
     For batches of another form, such as dicts, override :meth:`split` and :meth:`key`.
 
     The result is the weights: export them, and train again as you always do. Validation logs
