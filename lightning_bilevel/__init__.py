@@ -56,7 +56,7 @@ from lightning_bilevel.modules import SampleWeights as SampleWeights
 from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.modules import SourceWeights as SourceWeights
 from lightning_bilevel.modules import WeightNet as WeightNet
-from lightning_bilevel.modules.detection import missed_errors as missed_errors
+from lightning_bilevel.modules.reweighting import missed_errors as missed_errors
 from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
 from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
 from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin

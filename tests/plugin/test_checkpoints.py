@@ -99,7 +99,7 @@ def test_from_any_iteration_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, stops: range
 ) -> None:
     # Nobody looks at the picture, which takes longer than the run.
-    monkeypatch.setattr("lightning_bilevel.modules.hypercleaning.log_figure", lambda *args: None)
+    monkeypatch.setattr("lightning_bilevel.modules.reweighting.log_figure", lambda *args: None)
     whole = make(case, tmp_path, folder=tmp_path)
     for stop in stops:
         resumed = make(case, tmp_path, ckpt_path=tmp_path / f"{stop}.ckpt", weights_only=True)

@@ -24,7 +24,7 @@ from lightning_bilevel import (
     Growing,
     HyperCleaning,
 )
-from lightning_bilevel.data.growing import NestedSample
+from lightning_bilevel.data.fullbatch import NestedSample
 
 EARLY = "ignore:The run ended on a sample"
 BATCH = {"upper": samples(20, 1), "lower": samples(60, 2)}
