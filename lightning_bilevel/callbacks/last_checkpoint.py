@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.core.errors import BilevelError, CheckpointError
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
-from lightning_bilevel.plugin.processes import any_of
+from lightning_bilevel.distributed import any_of
 
 __all__ = ["LastCheckpoint"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.plugin.loggers import log_text, publish
+from lightning_bilevel.logging import log_text, publish
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate_monitor import MoreauGapMonitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
-from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.module import BilevelMixin
 
 __all__ = ["BilevelProgressBar"]
 

@@ -25,9 +25,9 @@ from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
 from lightning_bilevel.callbacks.monitor import PenaltyMonitor, SolverMonitor
 from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
 from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
+from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
-from lightning_bilevel.plugin.loggers import run_folder
+from lightning_bilevel.logging import run_folder
 
 __all__ = ["BilevelCLI"]
 

@@ -18,6 +18,8 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.logging import log_figure
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.inner_heads import EpisodeSets, mean_loss, solved
 from lightning_bilevel.modules.networks import (
@@ -26,8 +28,6 @@ from lightning_bilevel.modules.networks import (
     adapt,
     nearest_centroid,
 )
-from lightning_bilevel.plugin.loggers import log_figure
-from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights, mean_gap

@@ -16,11 +16,11 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.sets import Box
+from lightning_bilevel.logging import log_figure, run_folder
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
 from lightning_bilevel.modules.reweighting import Reweighting
 from lightning_bilevel.modules.weights import SampleWeights
-from lightning_bilevel.plugin.loggers import log_figure, run_folder
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 

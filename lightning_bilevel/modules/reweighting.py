@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.logging import log_figure
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.weights import SampleWeights
-from lightning_bilevel.plugin.loggers import log_figure
-from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.stochastic.penalties import StreamingIVSP
 from lightning_bilevel.stochastic.step import Method
@@ -68,7 +68,7 @@ class Reweighting(BilevelModule):
             then nothing tells the samples apart. Start with a tenth of the rate that you would
             train with, and choose it by trusted samples that are held out.
         solver: The solver of an exact run on all data, in place of a method and its optimisers.
-        options: What else :meth:`~lightning_bilevel.plugin.mixin.BilevelMixin.declare` takes:
+        options: What else :meth:`~lightning_bilevel.module.BilevelMixin.declare` takes:
             ``upper_scheduler``, ``lower_scheduler``, ``gradient_clip_val``, ``accumulate``,
             ``envelope``.
     """

@@ -9,8 +9,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.plugin.declaration import Declaration
-from lightning_bilevel.plugin.functional import ModuleFunctions
+from lightning_bilevel.exact import ModuleFunctions
+from lightning_bilevel.levels import Declaration
 
 __all__ = ["WrittenBuffers", "write_buffers"]
 

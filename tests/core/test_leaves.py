@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_bilevel import Chunks, FullBatchDataModule
 from lightning_bilevel.core.chunks import samples_in
 from lightning_bilevel.core.leaves import leaves, map_tensors, tensors
-from lightning_bilevel.plugin.processes import part_of
+from lightning_bilevel.distributed import part_of
 
 
 class Pair(NamedTuple):

@@ -11,22 +11,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.core.problem import Start
-from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
-from lightning_bilevel.plugin.certified import CertifiedPoints
-from lightning_bilevel.plugin.certifier import Certifier
-from lightning_bilevel.plugin.checkpoints import KEY, check_record, leave_out_partials, record_of
-from lightning_bilevel.plugin.checks import (
+from lightning_bilevel.checkpoint import KEY, check_record, leave_out_partials, record_of
+from lightning_bilevel.checks import (
     check_all_declared,
     check_automatic,
     check_optimizer,
     check_precision,
     check_trainer,
 )
-from lightning_bilevel.plugin.loggers import is_logged, publish_step
+from lightning_bilevel.core.chunks import as_chunks
+from lightning_bilevel.core.problem import Start
+from lightning_bilevel.distributed import check_same_point
+from lightning_bilevel.logging import is_logged, publish_step
+from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
+from lightning_bilevel.plugin.certified import CertifiedPoints
+from lightning_bilevel.plugin.certifier import Certifier
 from lightning_bilevel.plugin.mini_batches import MiniBatches
-from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.run import RESTORED, Run
 from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.levels import Declaration
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
-from lightning_bilevel.plugin.functional import Declared, parameters_of
+from lightning_bilevel.exact import Declared, parameters_of
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.stochastic.step import Method, Options
 
