@@ -51,7 +51,6 @@ from lightning_bilevel.data import corrupt_labels as corrupt_labels
 from lightning_bilevel.data import draw_glyphs as draw_glyphs
 from lightning_bilevel.module import BilevelMixin as BilevelMixin
 from lightning_bilevel.module import BilevelModule as BilevelModule
-from lightning_bilevel.module import IVSPMixin as IVSPMixin
 from lightning_bilevel.modules import ClassWeights as ClassWeights
 from lightning_bilevel.modules import FewShot as FewShot
 from lightning_bilevel.modules import HyperCleaning as HyperCleaning

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
+from lightning_bilevel import checks
+from lightning_bilevel.certifier import Certifier
 from lightning_bilevel.checkpoint import KEY, check_record, leave_out_partials, record_of
-from lightning_bilevel.checks import (
-    check_all_declared,
-    check_automatic,
-    check_optimizer,
-    check_precision,
-    check_trainer,
-)
-from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.core.problem import Start
-from lightning_bilevel.distributed import check_same_point
-from lightning_bilevel.logging import is_logged, publish_step
-from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
-from lightning_bilevel.plugin.certified import CertifiedPoints
-from lightning_bilevel.plugin.certifier import Certifier
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.qualification import Qualification
+from lightning_bilevel.exact import RESTORED, Run
+from lightning_bilevel.levels import Declaration, Declared, Level, Sets
 from lightning_bilevel.plugin.mini_batches import MiniBatches
-from lightning_bilevel.plugin.run import RESTORED, Run
 from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["BilevelMixin", "BilevelModule", "IVSPMixin"]
+__all__ = ["BilevelMixin", "BilevelModule"]
 
 
-class BilevelMixin(CertifiedPoints):
+class BilevelMixin:
     r"""Makes a LightningModule a bilevel problem that ``Trainer.fit`` solves.
 
     .. math:: \min_{x, y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_u g(x, u)
@@ -69,7 +67,7 @@ class BilevelMixin(CertifiedPoints):
     distributed samplers.
 
     Example:
-        >>> class Shift(IVSPMixin, LightningModule):
+        >>> class Shift(BilevelMixin, LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.target = nn.Parameter(torch.zeros(1))
@@ -81,6 +79,17 @@ class BilevelMixin(CertifiedPoints):
         ...         return nn.functional.mse_loss(self.model(batch), self.target.expand_as(batch))
     """
 
+    lower_features: Callable[..., Any] | None = None
+    lower_outputs: Callable[..., Any] | None = None
+    # Adds the gradients of a mini-batch, where the lower level is solved anew on each.
+    batch_gradients: Callable[..., Any] | None = None
+    # The gradient steps on the lower level in a step on a mini-batch.
+    inner_iterations: int = 1
+    _mini_batches: MiniBatches | None = None
+    _declaration: Declaration | None = None
+    _saved_start: Start | None = None
+    _run: Run
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -91,98 +100,301 @@ class BilevelMixin(CertifiedPoints):
                 "BilevelModule."
             )
 
+    def declare(
+        self,
+        *,
+        upper: Declared,
+        lower: Declared,
+        upper_set: Sets | None = None,
+        lower_set: Sets | None = None,
+        solver: SolverCallable | None = None,
+        upper_unit: float = 1.0,
+        lower_unit: float = 1.0,
+        envelope: Envelope | None = None,
+        qualification: Qualification = "not known",
+        method: Method | None = None,
+        upper_optimizer: OptimizerCallable | None = None,
+        lower_optimizer: OptimizerCallable | None = None,
+        upper_scheduler: LRSchedulerCallable | None = None,
+        lower_scheduler: LRSchedulerCallable | None = None,
+        gradient_clip_val: float | tuple[float | None, float | None] | None = None,
+        accumulate: int = 1,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        r"""Say what belongs to which level.
+
+        Args:
+            upper: The upper-level variables x: a module, a parameter, or several of them.
+            lower: The lower-level variables y, likewise.
+            upper_set: The set of x, or a list with one set for each of the several.
+            lower_set: The set of y, likewise.
+            solver: Makes the solver from parameter groups: a solver class, or a partial of one.
+                Where there is neither a solver nor a method it is IVSP.
+            upper_unit: The solver works in u with x = upper_unit * u, which gives the level steps
+                :math:`\text{unit}^2` times as long. The sets, the module and the certificate stay
+                in x.
+            lower_unit: Likewise for y. The Moreau term is then measured in that unit: rho acts as
+                rho * lower_unit**2.
+            envelope: The Moreau envelope (rho, sigma, delta) of the certificate, for solvers that
+                have none.
+            qualification: What is known about the constraint qualification of this problem: a
+                :class:`~lightning_bilevel.core.qualification.Condition` such as
+                ``StrictlyConvex()``, or words such as "holds: ..." or "fails: ..."; or a function
+                of the envelope that returns words. The certificate shows it.
+            method: The method of a run on mini-batches, of
+                :mod:`lightning_bilevel.stochastic`. Its optimisers are those of
+                ``configure_optimizers``, or else the next two.
+            upper_optimizer: Makes the torch optimiser of x from its parameters; None is AdamW with
+                a rate of 1e-2 and no weight decay.
+            lower_optimizer: That of y; None is AdamW with a rate of 1e-4, a tenth of the usual one.
+            upper_scheduler: Makes the scheduler of x's optimiser, which steps at every step.
+            lower_scheduler: That of y's.
+            gradient_clip_val: Such a run clips the gradient of a level to this norm, one number or
+                one per level.
+            accumulate: The batches of one of its steps.
+            skip_nonfinite: Whether it leaves out a batch that is not finite, and ends after ten in
+                a row. It costs a device sync per step.
+        """
+        call = f"{type(self).__name__}.declare"
+        clip: Any = gradient_clip_val
+        self._declaration = declared = Declaration(
+            Level(call, "upper", upper, upper_set, upper_unit),
+            Level(call, "lower", lower, lower_set, lower_unit),
+            solver or IVSP,
+            envelope,
+            qualification,
+            method,
+            Options(
+                clip=tuple(clip) if isinstance(clip, (tuple, list)) else (clip, clip),
+                accumulate=accumulate,
+                skip_nonfinite=skip_nonfinite,
+            ),
+            (upper_optimizer, lower_optimizer),
+            (upper_scheduler, lower_scheduler),
+        )
+        own = type(self).configure_optimizers is not BilevelMixin.configure_optimizers
+        declared.check(has_solver=solver is not None, has_own_optimizers=own)
+        # This solver refuses bad arguments before any data are loaded. A run builds its own solver
+        # when it starts.
+        self._run = Run(declared.new_solver())
+        self._module.automatic_optimization = False
+
+    def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return f on the batch of the upper level."""
+        raise NotImplementedError(f"`{type(self).__name__}` must define `upper_loss(batch)`, f.")
+
+    def lower_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return g on the batch of the lower level.
+
+        With :attr:`lower_features` or :attr:`lower_outputs`, their result is the second argument.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` must define `lower_loss(batch)`, g.")
+
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:
         """Do one outer iteration, or one step on a mini-batch."""
-        if self.mini_batches is not None:
-            self.last_step = self.mini_batches.training_step(self, batch, batch_idx)
-            self._run.has_moved()
-            return
-        trainer: Any = self._module().trainer
-        # Lightning counts only steps through its own wrapper of the optimizer.
-        optimizer: Any = self._module().optimizers()
-        if self.last_step is None:
-            check_optimizer(self._module(), optimizer)
-        run = self._run
-        current = run.batches.next_problem(
-            type(self).__name__, run.solver, batch, self._make_problem, trainer.train_dataloader
+        stream = self.mini_batches
+        if stream is None:
+            self._run.training_step(self, batch)
+        else:
+            self._run.has_moved(stream.training_step(self, batch, batch_idx))
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        """The record of the last step; None before the first one."""
+        return self._run.step
+
+    @property
+    def mini_batches(self) -> MiniBatches | None:
+        """The run on mini-batches by torch optimisers; None in any other run."""
+        run = self._mini_batches
+        return run if run is not None and run.step is not None else None
+
+    @property
+    def on_mini_batches(self) -> bool:
+        """Whether the run is on mini-batches. Its certificate is then of all data."""
+        return self.mini_batches is not None
+
+    @property
+    def proved(self) -> ProvedPoint | None:
+        """The point of the run that the convergence theorem speaks of, if the solver keeps it.
+
+        ``certify(proved=True)`` certifies it. It stays where it is: ``restore((p.x, p.y),
+        p.multiplier)`` makes a point p the result of the run.
+        """
+        return self._run.solver.proved
+
+    @property
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that training writes to, such as running statistics, by name."""
+        functions = self._run.functions
+        written = set(map(id, [] if functions is None else functions.buffers))
+        named = self._module.named_buffers()
+        return {name: b.detach().clone() for name, b in named if id(b) in written}
+
+    @property
+    def evaluation_time(self) -> float:
+        """Seconds that certificates have taken since the start of fit."""
+        return self._run.certifier.seconds
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """The Moreau envelope of the certificate, in y: the solver's, or else the declared one."""
+        declared = self._declared()
+        method = declared.method
+        return (self._run.solver if method is None else method).envelope or declared.envelope
+
+    @property
+    def point(self) -> tuple[Tensor, Tensor]:
+        """The current x and y, each as a new flat vector."""
+        declared = self._declared()
+        return declared.upper.read(), declared.lower.read()
+
+    @point.setter
+    def point(self, point: tuple[Tensor, Tensor]) -> None:
+        for level, vector in zip(self._declared().levels, point, strict=True):
+            level.write(vector)
+        self._run.shown = "a point that was written into the module"
+
+    def restore(
+        self,
+        point: tuple[Tensor, Tensor],
+        multiplier: float,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Write an earlier point of the run into the module, as its result.
+
+        A checkpoint that is saved afterwards still goes on from the last point of the run.
+
+        Args:
+            point: x and y.
+            multiplier: The multiplier of that point.
+            buffers: The buffers of that point, see :attr:`written_buffers`.
+        """
+        run, (x, y) = self._run, self.point
+        if run.last is None:
+            run.last = deepcopy(dict(self._module.state_dict()))
+        self.point = point[0].to(x), point[1].to(y)
+        run.multiplier, run.shown = multiplier, RESTORED
+        own = dict(self._module.named_buffers())
+        for name, buffer in (buffers or {}).items():
+            own[name].copy_(buffer)
+
+    def certify(
+        self,
+        *,
+        batch: Any = None,
+        envelope: Envelope | None = None,
+        tolerance: float | None = None,
+        proved: bool = False,
+        sample: bool = False,
+        batches: int = 1000,
+        passes: int = 20,
+    ) -> Certificate | None:
+        """Return the certificate of the current point; None without an envelope.
+
+        After a run on mini-batches f and g are evaluated in eval mode on all data, which the
+        training loaders are asked for once more. Where the lower level is solved on each batch
+        there is no certificate, because no y belongs to all data.
+
+        Args:
+            batch: The training batch to evaluate f and g on; None is the last one, and after a run
+                on mini-batches or a growing sample all data.
+            envelope: The Moreau envelope; None is the module's. After a run on mini-batches the rho
+                of a solver such as StreamingIVSP is often so large that the proximal point takes
+                hundreds of passes. Then None takes a smaller one, from the curvature of g, with a
+                delta of the same meaning, and the certificate says so;
+                ``envelope=module.envelope`` insists on the solver's.
+            tolerance: The accuracy of the proximal point; None is 1e-9 in float64 and 1e-5 in
+                float32, and after a run on mini-batches 1e-3.
+            proved: Certify :attr:`proved`, the point of the theorem, instead of the current one.
+            sample: On mini-batches: look at the first few batches of the run only, and leave the
+                loaders alone, as monitors do in the middle of an epoch.
+            batches: On mini-batches: the most batches of a level. More data are a sample, and the
+                certificate says so.
+            passes: On mini-batches: the most passes of g for the proximal point. If they do not
+                suffice, the certificate says how accurate it is.
+        """
+        return self._run.certifier.of_module(
+            self,
+            self._run,
+            batch=batch,
+            envelope=envelope,
+            tolerance=tolerance,
+            proved=proved,
+            sample=sample,
+            batches=batches,
+            passes=passes,
         )
-        info: StepInfo = optimizer.step(problem=current.problem)
-        self._update_buffers(current)
-        self.last_step = info
-        run.has_moved()
-        if is_logged(trainer, info.iteration):
-            check_same_point(trainer, self._declared().parameters, info.iteration)
-        publish_step(trainer, info)
+
+    def may_evaluate(self, share: float) -> bool:
+        """Compare the time of certificates so far with a share of the optimisation time.
+
+        The first certificate is always allowed. So is one that is known already: it costs nothing.
+        """
+        step = self._run.step
+        return step is not None and self._run.certifier.may_evaluate(
+            share, step.iteration, step.optimization_time
+        )
+
+    def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
+        """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
+        checks.check_batch(type(self).__name__, batch)
+        return self._run.problem_of(self, batch)
+
+    def problem_on(self, batch: Any) -> BilevelProblem:
+        """Return the problem on a training batch, as all processes share it."""
+        return self._run.problem_on(self, batch).problem
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the two levels with their units, as a solver takes them."""
+        return self._declared().groups()
+
+    def configure_optimizers(self) -> Any:
+        """Make the solver, or the torch optimisers of a run on mini-batches."""
+        declared, module = self._declared(), self._module
+        declared.resolve()
+        if declared.on_mini_batches:
+            return default_optimizers(declared)
+        checks.check_trainer(module.trainer, type(self._run.solver).__name__)
+        solver = declared.new_solver()
+        checks.check_all_declared(module, declared)
+        self._run = Run(solver, Certifier(self._saved_start))
+        self._saved_start = None
+        # Lightning compiles the training step of a compiled module. Here that is the solver, whose
+        # decisions would take minutes to trace. `forward` stays compiled.
+        vars(module).pop("training_step", None)
+        return solver
 
     def configure_callbacks(self) -> Any:
-        """Refuse what Lightning would refuse with another advice; it asks for callbacks before."""
-        trainer: Any = self._module()._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            check_automatic(self._module(), trainer)
+        """Bring along the mode of mini-batches, which is idle in an exact run."""
+        trainer = self._attached
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            # Lightning asks for callbacks before it checks this, with another advice.
+            checks.check_automatic(self._module, trainer)
         given = super().configure_callbacks()  # type: ignore[misc]
-        if self._mini_batches is None or trainer is None or trainer.state.fn == TrainerFn.FITTING:
+        if self._mini_batches is None or trainer is None or fits:
             self._mini_batches = MiniBatches()
         return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
+
+    def on_train_epoch_end(self) -> None:
+        """Refuse what went wrong in the epoch, and show the last numbers to whoever monitors."""
+        if self.mini_batches is None:
+            self._run.epoch_end(self)
+        super().on_train_epoch_end()  # type: ignore[misc]
 
     def on_fit_end(self) -> None:
         """Warn of a run that ends on a sample."""
         if self.last_step is not None:
-            warn_of_sample(self._module().trainer.train_dataloader)
+            checks.warn_of_sample(self._module.trainer.train_dataloader)
         super().on_fit_end()  # type: ignore[misc]
-
-    def on_train_epoch_end(self) -> None:
-        """Refuse an epoch without iterations, and parameters that were frozen in its course."""
-        if self.mini_batches is not None:
-            super().on_train_epoch_end()  # type: ignore[misc]
-            return
-        if self._run.solver.progress.iterations == 0:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` made no outer iteration in a whole epoch: its loaders "
-                "must yield batches, and its `training_step` must call "
-                "`super().training_step(batch, batch_idx)` or be left out."
-            )
-        if self._declared().has_changed():
-            raise MisconfigurationException(
-                f"a parameter of `{type(self).__name__}` was frozen or unfrozen in the middle of a "
-                "run, whose vectors x and y have a fixed length: do it before `Trainer.fit`."
-            )
-        self._run.stamp = self._declared().norms()
-        super().on_train_epoch_end()  # type: ignore[misc]
-
-    def configure_optimizers(self) -> Any:
-        """Make the solver, or the torch optimisers of a run on mini-batches."""
-        declared = self._declared()
-        module = self._module()
-        if declared.method is not None or any(declared.optimizers):
-            declared.resolve()
-            return default_optimizers(declared)
-        check_precision(module.trainer, self._run.solver)
-        check_trainer(module.trainer)
-        declared.resolve()
-        check_all_declared(module, declared)
-        solver = declared.new_solver()
-        self._run = Run(solver, Certifier(self._saved_start))
-        self._saved_start = None
-        self.last_step = None
-        if module._compiler_ctx is not None:
-            # Lightning compiles the training step of a compiled module. Here that is the solver,
-            # whose decisions would take minutes to trace. `forward` stays compiled.
-            vars(module).pop("training_step", None)
-        return solver
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which solver and which problem it belongs to."""
-        if self.mini_batches is not None:
-            checkpoint[KEY] = {"mini_batches": True, "last": self._run.last}
-            super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
-            return
         run = self._run
-        record = record_of(run.solver)
-        if run.certifier.start is not None:
-            record["start"] = asdict(run.certifier.start)
-        if run.last is not None:
-            record["last"] = run.last
-        checkpoint[KEY] = record
+        own = {"mini_batches": True} if self.on_mini_batches else record_of(run.solver)
+        start = run.certifier.start
+        checkpoint[KEY] = {**own, "start": start and asdict(start), "last": run.last}
         leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -191,78 +403,58 @@ class BilevelMixin(CertifiedPoints):
 
         The Trainer would convert the module only after it has loaded the weights.
         """
-        declared = self._declared()
-        module = self._module()
-        trainer = module._trainer
+        declared, module, trainer = self._declared(), self._module, self._attached
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        by_torch = MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
-        if by_torch or checkpoint.get(KEY, {}).get("mini_batches"):
-            if trainer is not None and trainer.precision == "64-true":
-                module.double()
-            if resumes:
-                checkpoint["state_dict"] |= checkpoint.get(KEY, {}).get("last") or {}
-            super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-            return
-        declared.resolve()
-        solver = declared.new_solver()
-        if trainer is not None:
-            check_record(type(self).__name__, checkpoint, solver, resumes=resumes)
-            if trainer.precision == "64-true":
-                module.double()
         record = checkpoint.get(KEY, {})
-        last = record.get("last")
+        last, start = record.get("last"), record.get("start")
+        if not (
+            record.get("mini_batches")
+            or MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
+        ):
+            declared.resolve()
+            solver = declared.new_solver()
+            if trainer is not None:
+                check_record(type(self).__name__, checkpoint, solver, resumes=resumes)
+            # A run that resumes is made later, when it starts.
+            self._saved_start = start and Start(**start)
+            if not resumes:
+                run = self._run
+                run.certifier.start, self._saved_start = self._saved_start, None
+                run.shown = "" if last is None else RESTORED
+                states = checkpoint.get("optimizer_states")
+                if states and record.get("solver") == type(solver).__name__:
+                    solver.load_state_dict(states[0])
+                    run.solver = solver
+        if trainer is not None and trainer.precision == "64-true":
+            module.double()
         if resumes:
-            # The run is made later, when it starts, and takes this over.
-            self._saved_start = _start_of(record)
             checkpoint["state_dict"] |= last or {}
-        else:
-            self._run.certifier.start = _start_of(record)
-            self._run.shown = "" if last is None else RESTORED
-            states = checkpoint.get("optimizer_states")
-            if states and record.get("solver") == type(solver).__name__:
-                solver.load_state_dict(states[0])
-                self._run.solver = solver
         super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
 
-    def _has_own_optimizers(self) -> bool:
-        return type(self).configure_optimizers is not BilevelMixin.configure_optimizers
+    @property
+    def _module(self) -> LightningModule:
+        return cast(LightningModule, self)
 
-    def _update_buffers(self, current: BatchProblem) -> None:
-        """Update the buffers that evaluations write to at the accepted point."""
-        buffers = self._run.buffers
-        if buffers.live:
-            buffers.follow(
-                partial(self._losses, current.part), shared=current.problem.reduce is not None
+    @property
+    def _attached(self) -> Any:
+        """The Trainer, if there is one."""
+        try:
+            return self._module.trainer
+        except RuntimeError:
+            return None
+
+    def _declared(self) -> Declaration:
+        if self._declaration is None:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` has not declared its levels: call "
+                "`self.declare(upper=..., lower=...)` at the end of its `__init__`."
             )
-            if buffers.matter:
-                # The losses are other functions now: known values at the point are out of date.
-                self._run.batches.forget_points()
-
-    def _losses(self, batch: Any) -> float:
-        """Return the sum of both losses at the module's own parameters and buffers."""
-        total = 0.0
-        split = self.lower_features or self.lower_outputs
-        for part in as_chunks(batch["lower"]).batches:
-            extra = [] if split is None else [split(part)]
-            total += float(self.lower_loss(part, *extra).detach())
-        for part in as_chunks(batch["upper"]).batches:
-            total += float(self.upper_loss(part).detach())
-        return total
-
-
-def _start_of(record: dict[str, Any]) -> Start | None:
-    return Start(**record["start"]) if "start" in record else None
+        return self._declaration
 
 
 # Lightning looks up the signature of `training_step` at every step. Here it finds it made already,
 # which saves a hundredth of a cheap iteration.
 vars(BilevelMixin)["training_step"].__signature__ = inspect.signature(BilevelMixin.training_step)
-
-
-class IVSPMixin(BilevelMixin):
-    """:class:`BilevelMixin` with IVSP as the solver unless another one is declared."""
-
-    default_solver: ClassVar[SolverCallable | None] = IVSP
 
 
 class BilevelModule(BilevelMixin, LightningModule):

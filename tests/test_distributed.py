@@ -337,7 +337,7 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
         MisconfigurationException,
         match=rf'strategy={strategy.__name__}.* cuts into pieces. Use `strategy="ddp"`',
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")
 
 
 def test_a_device_without_float64_is_refused() -> None:
@@ -346,7 +346,7 @@ def test_a_device_without_float64_is_refused() -> None:
         MisconfigurationException,
         match=r"accelerator='mps'.* summed in float64, .* Use `accelerator='cpu'`",
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")
 
 
 def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
@@ -359,4 +359,4 @@ def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")

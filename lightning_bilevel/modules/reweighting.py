@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -72,6 +72,9 @@ class Reweighting(BilevelModule):
             ``upper_scheduler``, ``lower_scheduler``, ``gradient_clip_val``, ``accumulate``,
             ``envelope``.
     """
+
+    # The solver where neither a solver nor a method is given; None runs on mini-batches.
+    default_solver: ClassVar[SolverCallable | None] = None
 
     def __init__(
         self,
