@@ -22,8 +22,8 @@ __all__ = [
     "check_batch",
     "check_epoch",
     "check_optimizer",
-    "check_same_data",
     "check_trainer",
+    "other_data",
     "warn_of_sample",
 ]
 
@@ -114,15 +114,14 @@ def check_batch(call: str, batch: Any) -> None:
         )
 
 
-def check_same_data(call: str, solver: BilevelOptimizer, *, same: bool) -> None:
-    """Refuse data that change in the course of an exact run."""
-    if not same:
-        raise MisconfigurationException(
-            f"`{call}` was given a batch with other values than the one before, as mini-batches, "
-            f"shuffling and augmentation make them. {type(solver).__name__} needs the same data in "
-            "each step: give it all of them, by a FullBatchDataModule; or run on mini-batches: "
-            f"{ON_MINI_BATCHES}."
-        )
+def other_data(call: str, solver: BilevelOptimizer) -> MisconfigurationException:
+    """Return the refusal of data that change in the course of an exact run."""
+    return MisconfigurationException(
+        f"`{call}` was given a batch with other values than the one before, as mini-batches, "
+        f"shuffling and augmentation make them. {type(solver).__name__} needs the same data in "
+        "each step: give it all of them, by a FullBatchDataModule; or run on mini-batches: "
+        f"{ON_MINI_BATCHES}."
+    )
 
 
 def check_epoch(call: str, solver: BilevelOptimizer, declaration: Declaration) -> None:

@@ -6,37 +6,20 @@ The functions touch neither the module's parameters nor its running statistics.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from lightning_bilevel.certifier import Certifier
-from lightning_bilevel.checks import (
-    ON_MINI_BATCHES,
-    check_batch,
-    check_epoch,
-    check_optimizer,
-    check_same_data,
-)
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.core.errors import BilevelError, NonFiniteError
+from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.leaves import leaves, tensors
 from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
-from lightning_bilevel.distributed import check_parts, check_same_point, shared_problem
-from lightning_bilevel.logging import publish_step
-from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["RESTORED", "BatchProblem", "ModuleFunctions", "Run", "problem_of"]
-
-# The name of a point that `restore` has written into the module.
-RESTORED = "an earlier point of the run, which was restored"
+__all__ = ["BatchProblem", "ModuleFunctions", "functions_of", "problem_of"]
 
 # The places of a tensor: the dictionary of a layer and the name in it, for each layer that has it.
 Places = list[tuple[dict[str, Tensor | None], str]]
@@ -77,20 +60,13 @@ class ModuleFunctions:
         self.sizes = [[p.numel() for p in level] for level in levels]
         self.copies = [(homes[id(buffer)], buffer.clone()) for buffer in protected]
 
-    @property
-    def written(self) -> list[Tensor]:
-        """The module's buffers whose copies now differ from them."""
-        pairs = [(_own(places), copy) for places, copy in self.copies]
-        return [buffer for buffer, copy in pairs if not torch.equal(buffer, copy)]
-
     def protect_written(self) -> None:
         """Protect only the buffers that the calls so far have written to.
 
         Their copies are changed: losses that depend on them differ from call to call, and are
         refused as random ones are.
         """
-        written = {id(buffer) for buffer in self.written}
-        self.copies = [pair for pair in self.copies if id(_own(pair[0])) in written]
+        self.copies = [pair for pair in self.copies if not torch.equal(_own(pair[0]), pair[1])]
         for _, copy in self.copies:
             if copy.is_floating_point():
                 copy.mul_(0.5).add_(0.25)
@@ -149,7 +125,8 @@ class ModuleFunctions:
             torch.distributed.broadcast(buffer, 0)
 
 
-def _functions_of(module: Any) -> ModuleFunctions:
+def functions_of(module: Any) -> ModuleFunctions:
+    """Return the losses of a bilevel module, with all its buffers protected."""
     upper, lower = module._declared().levels
     return ModuleFunctions(module, upper.parameters, lower.parameters, module.buffers())
 
@@ -242,167 +219,3 @@ def _equal(new: Any, old: Any) -> bool:
         return new is old or (type(new) is type(old) and bool(new == old))
     kind = new.dtype, new.device, new.shape
     return kind == (old.dtype, old.device, old.shape) and torch.equal(new, old)
-
-
-@dataclass
-class Run:
-    """The state of a module's run. Each run has a new one, so nothing is left of an earlier run.
-
-    Attributes:
-        solver: The solver.
-        certifier: The last certificate, and what belongs to it.
-        step: The record of the last step.
-        functions: The losses as functions of flat vectors.
-        current: The problem on the latest batch.
-        whole: The problem on all data, in a run on a growing sample; None otherwise.
-        watched: Whether a callback monitors a number of the steps.
-        last: The weights that the run goes on from, if :meth:`BilevelMixin.restore` has written
-            earlier ones into the module.
-        multiplier: The multiplier of the restored point; None is the solver's.
-        shown: Which point the module shows, in words, if it is not the last iterate.
-        stamp: The norms of the parameters when the last epoch ended. Others afterwards tell that
-            somebody else has written to them, as callbacks that average weights do.
-    """
-
-    solver: BilevelOptimizer
-    certifier: Certifier = field(default_factory=Certifier)
-    step: StepInfo | None = None
-    functions: ModuleFunctions | None = None
-    current: BatchProblem | None = None
-    whole: BatchProblem | None = None
-    watched: bool = False
-    last: dict[str, Any] | None = None
-    multiplier: float | None = None
-    shown: str = ""
-    stamp: Tensor | None = None
-
-    def training_step(self, module: Any, batch: Any) -> None:
-        """Do one outer iteration."""
-        current = self.current
-        if current is None or not current.is_of(batch):
-            current = self._next(module, batch)
-        # Lightning counts only steps through its own wrapper of the optimizer.
-        info: StepInfo = module.optimizers().step(problem=current.problem)
-        self.has_moved(info)
-        if self.functions is not None and self.functions.copies:
-            self.functions.update_buffers(current.part, shared=current.problem.reduce is not None)
-        trainer = module.trainer
-        every = trainer.log_every_n_steps  # 0 is never
-        logged = every > 0 and (info.iteration % every == 0 or info.iteration == 1)
-        if logged:
-            check_same_point(trainer, module._declared().parameters, info.iteration)
-        if logged or self.watched:
-            publish_step(trainer, info, logged=logged)
-
-    def epoch_end(self, module: Any) -> None:
-        """Look at an epoch that has ended."""
-        declared = module._declared()
-        check_epoch(type(module).__name__, self.solver, declared)
-        self.stamp = declared.norms()
-        if self.step is not None:
-            publish_step(module.trainer, self.step, logged=False)
-
-    def _next(self, module: Any, batch: Any) -> BatchProblem:
-        """Return the problem on another batch: the first one, or a sample that has grown."""
-        name, trainer = type(module).__name__, module.trainer
-        sample: Any = getattr(trainer.train_dataloader, "sample", None)
-        before = self.current
-        if before is None:
-            check_optimizer(module, module.optimizers())
-            monitors = [str(getattr(callback, "monitor", "")) for callback in trainer.callbacks]
-            self.watched = any(monitor.startswith("bilevel/") for monitor in monitors)
-            if sample is not None:
-                # The checks of the first problem are of all data.
-                self.whole = self.problem_on(module, sample.batch)
-        check_same_data(name, self.solver, same=before is None or bool(sample and sample.begins))
-        self.current = current = self.problem_on(module, batch)
-        if self.whole is not None:
-            current.problem.sampled_from(self.whole.problem, sample.share)
-            if sample.begins:
-                self.solver.problem_changed()
-        return current
-
-    def problem_on(self, module: Any, batch: Any) -> BatchProblem:
-        """Return the problem on a batch, shared by all processes; the first one is checked."""
-        for known in (self.current, self.whole):
-            if known is not None and known.is_of(batch):
-                return known
-        check_batch(type(module).__name__, batch)
-        first = self.functions is None
-        if first:
-            self.functions = _functions_of(module)
-        make = partial(self.problem_of, module)
-        problem, part = shared_problem(module, make, module._attached, batch)
-        if first:
-            point = module._declared().feasible_point()
-            if part is not batch:
-                check_parts(type(module).__name__, make(batch), problem, point)
-            self._check(module, problem, *point)
-        known = BatchProblem(batch, part, problem)
-        self.current = self.current or known
-        return known
-
-    def _check(self, module: nn.Module, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
-        """Refuse losses that change from call to call; note the gradients at the start."""
-        functions, words = self.functions, f"Or run on mini-batches: {ON_MINI_BATCHES}."
-        assert functions is not None
-        if functions.copies:
-            with problem.uncounted():
-                problem.upper(x, y)
-                problem.at(x, remember=False).value(y)
-            problem.forget()
-            functions.protect_written()
-            written = set(map(id, functions.buffers))
-            names = [name for name, b in module.named_buffers() if id(b) in written]
-            if names:
-                words = (
-                    "Nor may a loss depend on buffers that calls write to, as those of a spectral "
-                    f"norm: {', '.join(names)}. {words}"
-                )
-        try:
-            start = problem.check(x, y)
-        except NonFiniteError:
-            raise
-        except BilevelError as error:
-            raise type(error)(f"{error} {words}") from error
-        self.certifier.start = self.certifier.start or start
-
-    def problem_of(self, module: Any, batch: dict[str, Any]) -> BilevelProblem:
-        """Return f and g on a batch, in this process."""
-        upper, lower = module._declared().levels
-        functions = self.functions or _functions_of(module)
-        return problem_of(functions, batch, upper.feasible, lower.feasible)
-
-    def problem_to_certify(self, module: Any, batch: Any) -> BilevelProblem:
-        """Return the problem on a batch; None is all data, or the last batch."""
-        known = self.whole or self.current if batch is None else self.problem_on(module, batch)
-        if known is None:
-            raise RuntimeError(
-                f"`{type(module).__name__}.certify()` needs a training batch: call it after "
-                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
-            )
-        return known.problem
-
-    def has_moved(self, step: StepInfo) -> None:
-        """Keep the record of a step, which goes on from whatever was written into the module."""
-        self.step = step
-        self.last = self.multiplier = self.stamp = None
-        self.shown = ""
-
-    def point_name(self, norms: Tensor) -> str:
-        """Name the point in the module; the name is empty before the first iteration.
-
-        Args:
-            norms: Those of the parameters now.
-        """
-        iterations = self.solver.progress.iterations
-        if self.shown or iterations == 0:
-            return self.shown
-        if self.stamp is not None and not torch.equal(self.stamp, norms.to(self.stamp)):
-            return f"weights that were written after iteration {iterations}, such as an average"
-        return f"the last iterate, iteration {iterations}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Functions of a batch cannot be pickled. They are made again for the next batch.
-        dropped = dict.fromkeys(("functions", "current", "whole", "stamp"))
-        return {**vars(self), **dropped, "certifier": replace(self.certifier, last=None)}

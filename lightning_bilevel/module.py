@@ -15,16 +15,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_bilevel import checks
-from lightning_bilevel.certifier import Certifier
 from lightning_bilevel.checkpoint import KEY, check_record, leave_out_partials, record_of
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.exact import RESTORED, Run
 from lightning_bilevel.levels import Declaration, Declared, Level, Sets
 from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.torch_optimizers import default_optimizers
+from lightning_bilevel.run import RESTORED, Run
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.proved import ProvedPoint
@@ -234,7 +233,7 @@ class BilevelMixin:
     @property
     def evaluation_time(self) -> float:
         """Seconds that certificates have taken since the start of fit."""
-        return self._run.certifier.seconds
+        return self._run.seconds
 
     @property
     def envelope(self) -> Envelope | None:
@@ -314,27 +313,18 @@ class BilevelMixin:
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
                 suffice, the certificate says how accurate it is.
         """
-        return self._run.certifier.of_module(
-            self,
-            self._run,
-            batch=batch,
-            envelope=envelope,
-            tolerance=tolerance,
-            proved=proved,
-            sample=sample,
-            batches=batches,
-            passes=passes,
-        )
+        asked = batch, envelope, tolerance, proved, sample, batches, passes
+        return self._run.certify(self, *asked)
 
     def may_evaluate(self, share: float) -> bool:
         """Compare the time of certificates so far with a share of the optimisation time.
 
         The first certificate is always allowed. So is one that is known already: it costs nothing.
         """
-        step = self._run.step
-        return step is not None and self._run.certifier.may_evaluate(
-            share, step.iteration, step.optimization_time
-        )
+        run = self._run
+        if run.step is None or run.certificate is None or run.certificate[2] == run.step.iteration:
+            return run.step is not None
+        return run.seconds <= share * run.step.optimization_time
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
@@ -358,7 +348,7 @@ class BilevelMixin:
         checks.check_trainer(module.trainer, type(self._run.solver).__name__)
         solver = declared.new_solver()
         checks.check_all_declared(module, declared)
-        self._run = Run(solver, Certifier(self._saved_start))
+        self._run = Run(solver, self._saved_start)
         self._saved_start = None
         # Lightning compiles the training step of a compiled module. Here that is the solver, whose
         # decisions would take minutes to trace. `forward` stays compiled.
@@ -393,8 +383,8 @@ class BilevelMixin:
         """Write into the checkpoint which solver and which problem it belongs to."""
         run = self._run
         own = {"mini_batches": True} if self.on_mini_batches else record_of(run.solver)
-        start = run.certifier.start
-        checkpoint[KEY] = {**own, "start": start and asdict(start), "last": run.last}
+        start = run.start and asdict(run.start)
+        checkpoint[KEY] = {**own, "start": start, "last": run.last}
         leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -407,10 +397,7 @@ class BilevelMixin:
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         record = checkpoint.get(KEY, {})
         last, start = record.get("last"), record.get("start")
-        if not (
-            record.get("mini_batches")
-            or MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
-        ):
+        if not record.get("mini_batches"):
             declared.resolve()
             solver = declared.new_solver()
             if trainer is not None:
@@ -419,7 +406,7 @@ class BilevelMixin:
             self._saved_start = start and Start(**start)
             if not resumes:
                 run = self._run
-                run.certifier.start, self._saved_start = self._saved_start, None
+                run.start, self._saved_start = self._saved_start, None
                 run.shown = "" if last is None else RESTORED
                 states = checkpoint.get("optimizer_states")
                 if states and record.get("solver") == type(solver).__name__:

@@ -32,7 +32,6 @@ FOLDERS = (
     "solvers",
     "stochastic",
     "plugin",
-    "certifier",
     "checkpoint",
     "checks",
     "distributed",
@@ -40,6 +39,7 @@ FOLDERS = (
     "levels",
     "logging",
     "module",
+    "run",
 )
 # What makes a tensor on torch's default device, unless it is told another.
 FACTORIES = {

@@ -14,7 +14,7 @@ FLOORS: list[set[str]] = [
     {"stochastic"},
     {"reading"},
     {"solving"},
-    {"certifier", "checkpoint", "checks", "distributed", "exact", "levels", "logging"},
+    {"checkpoint", "checks", "distributed", "exact", "levels", "logging", "run"},
     {"plugin"},
     {"module"},
     {"callbacks", "data", "modules"},

@@ -482,7 +482,7 @@ class TestIntervals:
     def test_one_evaluation_serves_all_monitors(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import lightning_bilevel.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         calls = []
         certify = certifier.certify
@@ -515,7 +515,7 @@ class TestIntervals:
     def test_looking_takes_no_optimisation_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
     ) -> None:
-        import lightning_bilevel.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         certify = certifier.certify
 

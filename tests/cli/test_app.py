@@ -251,7 +251,7 @@ class TestCertify:
         assert certificate["point"] in printed
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         seen, certify = [], certifier.certify
         monkeypatch.setattr(
