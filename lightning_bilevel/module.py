@@ -383,8 +383,7 @@ class BilevelMixin:
         """Write into the checkpoint which solver and which problem it belongs to."""
         run = self._run
         own = {"mini_batches": True} if self.on_mini_batches else record_of(run.solver)
-        start = run.start and asdict(run.start)
-        checkpoint[KEY] = {**own, "start": start, "last": run.last}
+        checkpoint[KEY] = {**own, "start": run.start and asdict(run.start), "last": run.last}
         leave_out_partials(type(self).__name__, checkpoint)
         super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
 
@@ -397,7 +396,9 @@ class BilevelMixin:
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         record = checkpoint.get(KEY, {})
         last, start = record.get("last"), record.get("start")
-        if not record.get("mini_batches"):
+        # A callback that averages weights makes checkpoints without the record.
+        by_torch = MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
+        if not (by_torch or record.get("mini_batches")):
             declared.resolve()
             solver = declared.new_solver()
             if trainer is not None:
