@@ -27,7 +27,20 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.core.curvature import lower_curvature, upper_curvature
 
-FOLDERS = ("core", "solvers", "stochastic", "plugin")
+FOLDERS = (
+    "core",
+    "solvers",
+    "stochastic",
+    "plugin",
+    "checkpoint",
+    "checks",
+    "distributed",
+    "exact",
+    "levels",
+    "logging",
+    "module",
+    "run",
+)
 # What makes a tensor on torch's default device, unless it is told another.
 FACTORIES = {
     "arange",
@@ -57,8 +70,7 @@ FACTORIES = {
 ON_THE_HOST = {
     "core.curvature": "one generator draws the same direction on every device",
     "core.sets": "the bounds are kept there, and copied once for each device of a variable",
-    "plugin.buffers": "one generator draws the same numbers on every device",
-    "plugin.loggers": "loggers and progress bars read them",
+    "logging": "loggers and progress bars read them",
 }
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.certificate import CertificateMonitor
-from lightning_bilevel.plugin.mixin import BilevelMixin
+from lightning_bilevel.module import BilevelMixin
 
 __all__ = ["BilevelProgressBar", "OptimizationBudget", "seconds"]
 

@@ -21,7 +21,7 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, run_folder
+from lightning_bilevel.logging import log_hyperparameters, log_text, run_folder
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo

@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from lightning_bilevel.callbacks.budget import seconds
 from lightning_bilevel.core.errors import BilevelError, CheckpointError
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
-from lightning_bilevel.plugin.processes import any_of
+from lightning_bilevel.distributed import any_of
 
 __all__ = ["LastCheckpoint", "write_whole_files"]
 

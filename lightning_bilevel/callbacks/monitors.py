@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.plugin.loggers import is_logged, log_text, publish
+from lightning_bilevel.logging import is_logged, log_text, publish
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of

@@ -22,11 +22,11 @@ from lightning_bilevel.callbacks.budget import BilevelProgressBar, OptimizationB
 from lightning_bilevel.callbacks.certificate import CertificateMonitor, CertificateReport, as_text
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint, write_whole_files
 from lightning_bilevel.callbacks.monitors import PenaltyMonitor, SolverMonitor, solver_of
+from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
-from lightning_bilevel.plugin.loggers import run_folder
+from lightning_bilevel.logging import run_folder
 from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP

@@ -16,8 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
-from lightning_bilevel.core.leaves import map_tensors, tensors
+from lightning_bilevel.core.chunks import Chunks, as_chunks, map_tensors, samples_in, tensors
 from lightning_bilevel.data.samples import check_positive
 
 __all__ = ["FullBatchDataModule", "Growing", "NestedSample", "stratified_permutation"]

@@ -17,10 +17,10 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.logging import log_figure
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, loss_slope, nearest_centroid
-from lightning_bilevel.plugin.loggers import log_figure
-from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights, mean_gap

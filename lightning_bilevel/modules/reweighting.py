@@ -20,11 +20,11 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.sets import Box
+from lightning_bilevel.logging import log_figure, run_folder
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
 from lightning_bilevel.modules.weights import SampleWeights
-from lightning_bilevel.plugin.loggers import log_figure, run_folder
-from lightning_bilevel.plugin.mixin import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import StreamingIVSP
@@ -79,10 +79,13 @@ class Reweighting(BilevelModule):
             then nothing tells the samples apart. Start with a tenth of the rate that you would
             train with, and choose it by trusted samples that are held out.
         solver: The solver of an exact run on all data, in place of a method and its optimisers.
-        options: What else :meth:`~lightning_bilevel.plugin.mixin.BilevelMixin.declare` takes:
+        options: What else :meth:`~lightning_bilevel.module.BilevelMixin.declare` takes:
             ``upper_scheduler``, ``lower_scheduler``, ``gradient_clip_val``, ``accumulate``,
             ``envelope``.
     """
+
+    # The solver where neither a solver nor a method is given; None runs on mini-batches.
+    default_solver: ClassVar[SolverCallable | None] = None
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import Box, ConvexSet
-from lightning_bilevel.plugin.mixin import BilevelModule
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 

@@ -1,1 +1,1 @@
-"""What a LightningModule inherits to become a bilevel problem."""
+"""A run on mini-batches, as Lightning sees it."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.levels import Declaration
 from lightning_bilevel.stochastic.shadow import check_optimizer
 
 __all__ = ["by_level", "default_optimizers", "step_schedulers", "without_monitors"]

@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in, tensors
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.plugin.declaration import Declaration
-from lightning_bilevel.plugin.functional import ModuleFunctions, problem_of
-from lightning_bilevel.plugin.processes import any_of, total
+from lightning_bilevel.distributed import any_of, total
+from lightning_bilevel.exact import ModuleFunctions, problem_of
+from lightning_bilevel.levels import Declaration
 
 __all__ = ["Data", "evaluating", "gathered", "kept", "problem_on_data"]
 

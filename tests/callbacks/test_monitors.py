@@ -475,7 +475,7 @@ class TestIntervals:
     def test_each_point_is_evaluated_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import lightning_bilevel.plugin.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         calls = []
         certify = certifier.certify
@@ -506,7 +506,7 @@ class TestIntervals:
     def test_looking_takes_no_optimisation_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
     ) -> None:
-        import lightning_bilevel.plugin.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         certify = certifier.certify
 

@@ -250,7 +250,7 @@ class TestCertify:
         assert certificate["point"] in printed
 
     def test_the_tolerance_is_the_users(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lightning_bilevel.plugin.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         seen, certify = [], certifier.certify
         monkeypatch.setattr(
@@ -366,7 +366,7 @@ class TestOnMiniBatches:
 
 
 class TestAModuleWithTheMixin:
-    """README's `class Cleaner(IVSPMixin, LightningModule)`, by its dotted path."""
+    """README's `class Cleaner(BilevelMixin, LightningModule)`, by its dotted path."""
 
     CALL = (
         "--model=modules.Cleaner",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_bilevel import Chunks, FullBatchDataModule
 from lightning_bilevel.core.chunks import leaves, map_tensors, samples_in, tensors
-from lightning_bilevel.plugin.processes import part_of
+from lightning_bilevel.distributed import part_of
 
 
 class Pair(NamedTuple):

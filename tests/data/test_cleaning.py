@@ -18,7 +18,7 @@ from running import trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_bilevel import IVSPMixin
+from lightning_bilevel import BilevelMixin
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.cleaning import (
     CleaningData,
@@ -214,7 +214,7 @@ def test_loaders_without_chunks_give_one_batch() -> None:
     assert [len(batch) for batch in data.test_dataloader()] == [2]
 
 
-class Cleaner(IVSPMixin, LightningModule):
+class Cleaner(BilevelMixin, LightningModule):
     def __init__(self, data: CleaningData) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(data.n_train))

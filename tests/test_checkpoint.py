@@ -20,7 +20,7 @@ from running import trainer
 from torch.torch_version import TorchVersion
 
 from lightning_bilevel import BOME, CertificateMonitor, FullBatchDataModule, SineProblem
-from lightning_bilevel.plugin.checkpoints import KEY, WholeFileIO
+from lightning_bilevel.checkpoint import KEY, WholeFileIO
 
 STEPS, EPOCH = 9, 3
 # Everything but the wall clock.

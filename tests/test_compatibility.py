@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bilevel import (
     IVSP,
     BilevelError,
+    BilevelMixin,
     Box,
     CertificateMonitor,
     CertificateReport,
@@ -223,9 +224,13 @@ def test_no_certificate_json_is_lost_without_a_logger(tmp_path: Path) -> None:
 
 
 class TestMetrics:
-    """What stands in ``callback_metrics`` is of the step that was just made."""
+    """What stands in ``callback_metrics`` when somebody looks."""
 
-    def test_a_callback_sees_the_value_of_each_step(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("watched", [True, False])
+    def test_a_callback_sees_the_value_of_each_step_or_of_the_last_logged_one(
+        self, tmp_path: Path, watched: bool
+    ) -> None:
+        """Of each step where a callback monitors such a number."""
         seen: list[tuple[float, float]] = []
 
         class Reader(Callback):
@@ -234,9 +239,14 @@ class TestMetrics:
                     (float(trainer.callback_metrics["bilevel/upper"]), pl_module.last_step.upper)
                 )
 
-        _, ours = fitted(tmp_path, steps=12, callbacks=[Reader()])
+        stop = EarlyStopping("bilevel/upper", check_on_train_epoch_end=True)
+        callbacks = [Reader(), *([stop] if watched else [])]
+        _, ours = fitted(tmp_path, steps=12, callbacks=callbacks)
         assert len(seen) == 12
-        assert [value for value, _ in seen] == pytest.approx([truth for _, truth in seen], rel=1e-6)
+        truth = [truth for _, truth in seen]
+        if not watched:  # logged: iterations 1, 5, 10; the end of an epoch shows its last number
+            truth = [truth[i] for i in [0] * 4 + [4] * 5 + [9] * 3]
+        assert [value for value, _ in seen] == pytest.approx(truth, rel=1e-6)
         assert float(ours.callback_metrics["bilevel/upper"]) == pytest.approx(seen[-1][1], rel=1e-6)
 
     def test_logged_metrics_and_the_usual_bar_have_the_main_values(self, tmp_path: Path) -> None:
@@ -367,7 +377,7 @@ def test_a_run_that_goes_on_after_restore_has_its_own_point_and_multiplier(tmp_p
     assert certificate.multiplier == module.last_step.multiplier
     run.save_checkpoint(tmp_path / "on.ckpt")
     saved = torch.load(tmp_path / "on.ckpt", weights_only=True)
-    assert "last" not in saved["lightning_bilevel"]
+    assert saved["lightning_bilevel"]["last"] is None
 
 
 class TestFrozen:
@@ -556,7 +566,7 @@ class TestMiniBatches:
         assert same_parameters(module, fitted(tmp_path)[0])
 
 
-class Cleaner(IVSPMixin, LightningModule):
+class Cleaner(BilevelMixin, LightningModule):
     """The README's class, with its hyper-parameters saved."""
 
     def __init__(self, n_train: int, solver: SolverCallable = IVSP) -> None:

@@ -26,7 +26,7 @@ from running import events, trainer
 
 from lightning_bilevel import CertificateReport, LastCheckpoint
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.plugin.loggers import log_figure, run_folder
+from lightning_bilevel.logging import log_figure, run_folder
 
 pytestmark = pytest.mark.compatibility
 UPPER = "bilevel/upper"

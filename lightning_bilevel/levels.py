@@ -1,4 +1,4 @@
-"""The declaration of a module: the parameters and sets of each level, and the solver."""
+"""What a module declares: the parameters and sets of each level, the solver or the method."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
-from lightning_bilevel.plugin.functional import Declared, parameters_of
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["Declaration", "Level", "Sets", "kinks_of"]
+__all__ = ["Declaration", "Declared", "Level", "Sets", "kinks_of"]
 
+Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 Sets = ConvexSet | Sequence[ConvexSet]
 
 # Layers that are not differentiable everywhere, which the convergence theorem excludes.
@@ -51,6 +51,7 @@ class Level:
         name: ``"upper"`` or ``"lower"``.
         declared: Its modules and parameters.
         sets: The set of the level, or one set for each of these; None is the whole space.
+        unit: The unit that a solver measures the level in.
 
     Attributes:
         parameters: The parameters that were not frozen at the last :meth:`resolve`.
@@ -61,24 +62,37 @@ class Level:
     name: str
     declared: Declared
     sets: Sets | None
+    unit: float = 1.0
     parameters: list[nn.Parameter] = field(init=False)
     feasible: ConvexSet = field(init=False)
-    _trainable: list[tuple[nn.Parameter, bool]] = field(init=False)
 
     def __post_init__(self) -> None:
-        declared = [p for item in parameters_of(self.declared) for p in item]
+        declared = [p for item in self._items() for p in item]
         if len({id(p) for p in declared}) < len(declared):
             raise ValueError(
                 f"`{self.call}({self.name}=...)` has a parameter twice, such as a module and its "
                 "weight: name each once."
             )
+        if not 0.0 < self.unit < float("inf"):
+            raise ValueError(
+                f"`{self.call}({self.name}_unit={self.unit})` must be positive and finite."
+            )
         self.resolve()
+
+    def _items(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each declared module or parameter, frozen ones included."""
+        items = _items_of(self.declared)
+        for item in items:
+            if not isinstance(item, (nn.Module, nn.Parameter)):
+                raise TypeError(
+                    f"`{self.call}({self.name}=...)` takes modules and parameters, and was given "
+                    f"a {type(item).__name__}."
+                )
+        return [[i] if isinstance(i, nn.Parameter) else list(i.parameters()) for i in items]
 
     def resolve(self) -> None:
         """Find the trainable parameters, as at the start of a run; frozen ones do not change."""
-        declared = parameters_of(self.declared)
-        self._trainable = [(p, p.requires_grad) for item in declared for p in item]
-        items = [[p for p in item if p.requires_grad] for item in declared]
+        items = [[p for p in item if p.requires_grad] for item in self._items()]
         self.parameters = [p for item in items for p in item]
         if not self.parameters:
             raise ValueError(f"`{self.call}({self.name}=...)` has no trainable parameter.")
@@ -86,7 +100,8 @@ class Level:
 
     def has_changed(self) -> bool:
         """Compare which parameters are frozen with the last :meth:`resolve`."""
-        return any(p.requires_grad is not trainable for p, trainable in self._trainable)
+        now = [p for item in self._items() for p in item if p.requires_grad]
+        return list(map(id, now)) != list(map(id, self.parameters))
 
     def read(self) -> Tensor:
         """Return the parameters as one new flat vector."""
@@ -100,29 +115,27 @@ class Level:
             parameter.copy_(block.view_as(parameter))
 
     def _set_of(self, items: list[list[nn.Parameter]]) -> ConvexSet:
-        sets = self.sets
-        if sets is None:
+        if self.sets is None:
             return Free()
-        if isinstance(sets, ConvexSet):
-            return sets
-        if len(sets) != len(items):
+        if isinstance(self.sets, ConvexSet):
+            return self.sets
+        if len(self.sets) != len(items):
             raise ValueError(
-                f"`{self.call}({self.name}_set=...)` has {len(sets)} sets: it must be one set, or "
-                f"one for each of the {len(items)} declared items."
+                f"`{self.call}({self.name}_set=...)` has {len(self.sets)} sets: it must be one "
+                f"set, or one for each of the {len(items)} declared items."
             )
         sizes = [sum(p.numel() for p in item) for item in items]
-        trained = [(convex_set, size) for convex_set, size in zip(sets, sizes, strict=True) if size]
-        return Product([convex_set for convex_set, _ in trained], [size for _, size in trained])
+        trained = [(own, size) for own, size in zip(self.sets, sizes, strict=True) if size]
+        return Product([own for own, _ in trained], [size for _, size in trained])
 
 
 @dataclass
 class Declaration:
-    """The arguments of :meth:`BilevelMixin.declare`.
+    """The arguments of :meth:`~lightning_bilevel.module.BilevelMixin.declare`.
 
     Attributes:
         upper: The upper level.
         lower: The lower level.
-        units: The units that the solver measures x and y in.
         solver: Makes the solver from parameter groups.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
@@ -135,7 +148,6 @@ class Declaration:
 
     upper: Level
     lower: Level
-    units: tuple[float, float]
     solver: SolverCallable
     envelope: Envelope | None
     qualification: Qualification
@@ -144,15 +156,37 @@ class Declaration:
     optimizers: tuple[OptimizerCallable | None, OptimizerCallable | None] = (None, None)
     schedulers: tuple[LRSchedulerCallable | None, LRSchedulerCallable | None] = (None, None)
 
-    def __post_init__(self) -> None:
-        for name, unit in zip(("upper_unit", "lower_unit"), self.units, strict=True):
-            if not 0.0 < unit < float("inf"):
-                raise ValueError(f"`{self.upper.call}({name}={unit})` must be positive and finite.")
-            if unit != 1.0 and (self.method is not None or any(self.optimizers)):
+    def check(self, *, has_solver: bool, has_own_optimizers: bool) -> None:
+        """Refuse arguments of the two modes together."""
+        call, method = self.upper.call, self.method
+        if has_solver and self.on_mini_batches:
+            raise ValueError(
+                f"`{call}()` was given a solver, for exact runs, and a method or optimisers, for "
+                "mini-batches: give one of the two."
+            )
+        if method is not None and not isinstance(method, Method):
+            raise TypeError(
+                f"`{call}(method={getattr(method, '__name__', method)!s})` must be an instance of "
+                "a method on mini-batches, such as `lightning_bilevel.stochastic.F2SA()`; a solver "
+                "for all data is given as `solver=`."
+            )
+        given = any(self.schedulers) or any(self.options.clip) or self.options.accumulate != 1
+        if given and not (self.on_mini_batches or has_own_optimizers):
+            raise ValueError(
+                f"`{call}()` was given schedulers, `gradient_clip_val` or `accumulate`, which are "
+                "for mini-batches: name a method or an optimiser too."
+            )
+        for level in self.levels:
+            if self.on_mini_batches and level.unit != 1.0:
                 raise ValueError(
-                    f"`{self.upper.call}({name}={unit})` is for an exact solver: on mini-batches "
-                    "the rate of the level's optimiser takes its place."
+                    f"`{call}({level.name}_unit={level.unit})` is for an exact solver: on "
+                    "mini-batches the rate of the level's optimiser takes its place."
                 )
+
+    @property
+    def on_mini_batches(self) -> bool:
+        """Whether a method or an optimiser was declared."""
+        return self.method is not None or any(self.optimizers)
 
     @property
     def levels(self) -> tuple[Level, Level]:
@@ -164,29 +198,10 @@ class Declaration:
         """The parameters of both levels that are not frozen."""
         return self.upper.parameters + self.lower.parameters
 
-    def kinks(self) -> list[str]:
-        """Return the names of what is not differentiable in the declared modules, each once."""
-        return list(
-            dict.fromkeys(name for level in self.levels for name in kinks_of(level.declared))
-        )
-
     def resolve(self) -> None:
         """Find the trainable parameters, as at the start of a run."""
         for level in self.levels:
             level.resolve()
-
-    def has_changed(self) -> bool:
-        """Compare which parameters are frozen with the last :meth:`resolve`."""
-        return self.upper.has_changed() or self.lower.has_changed()
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return x and y, each as a new flat vector."""
-        return self.upper.read(), self.lower.read()
-
-    def write(self, x: Tensor, y: Tensor) -> None:
-        """Write x and y into the parameters."""
-        self.upper.write(x)
-        self.lower.write(y)
 
     def norms(self) -> Tensor:
         """Return the norm of each parameter."""
@@ -194,8 +209,8 @@ class Declaration:
 
     def feasible_point(self) -> tuple[Tensor, Tensor]:
         """Return x and y, each projected onto its set: where a run starts."""
-        x, y = self.read()
-        return self.upper.feasible.project(x), self.lower.feasible.project(y)
+        upper, lower = self.levels
+        return upper.feasible.project(upper.read()), lower.feasible.project(lower.read())
 
     def new_solver(self) -> BilevelOptimizer:
         """Make a solver."""
@@ -203,10 +218,18 @@ class Declaration:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that a solver takes."""
-        named = zip(self.levels, self.units, strict=True)
         return [
-            {"params": level.parameters, "level": level.name, "unit": unit} for level, unit in named
+            {"params": level.parameters, "level": level.name, "unit": level.unit}
+            for level in self.levels
         ]
+
+    def kinks(self) -> list[str]:
+        """Return the names of what is not differentiable in the declared modules, each once."""
+        return kinks_of([item for level in self.levels for item in _items_of(level.declared)])
+
+
+def _items_of(declared: Declared) -> list[Any]:
+    return [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
 
 
 def kinks_of(declared: Declared) -> list[str]:
@@ -215,9 +238,8 @@ def kinks_of(declared: Declared) -> list[str]:
     A call such as ``torch.relu`` is not seen: a module that makes one says so in an attribute
     ``kinks``, a tuple of names.
     """
-    items = [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
     found: list[str] = []
-    for item in items:
+    for item in _items_of(declared):
         for module in item.modules() if isinstance(item, nn.Module) else ():
             found.extend(getattr(module, "kinks", ()))
             # The slopes of an ELU at 0 are 1 and alpha.

@@ -27,9 +27,9 @@ from starting import Forked, gone, two_process_config
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
+from lightning_bilevel.checks import check_trainer
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.plugin.checks import check_trainer
-from lightning_bilevel.plugin.processes import part_of
+from lightning_bilevel.distributed import part_of
 
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP
 # chooses differ. What is shared is the sum of a pass, which no method sees: four of them stand for
@@ -337,7 +337,7 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
         MisconfigurationException,
         match=rf'strategy={strategy.__name__}.* cuts into pieces. Use `strategy="ddp"`',
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")
 
 
 def test_a_device_without_float64_is_refused() -> None:
@@ -346,7 +346,7 @@ def test_a_device_without_float64_is_refused() -> None:
         MisconfigurationException,
         match=r"accelerator='mps'.* summed in float64, .* Use `accelerator='cpu'`",
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")
 
 
 def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
@@ -359,4 +359,4 @@ def test_a_strategy_on_top_of_ddp_is_refused_too() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"strategy=DeepSpeedStrategy.* is not supported"
     ):
-        check_trainer(trainer)
+        check_trainer(trainer, "IVSP")

@@ -1,4 +1,4 @@
-"""Checks at the start of a run: what would fail later, or go wrong without a word."""
+"""Refusals: what would fail later in a run, or go wrong without a word."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_bilevel.plugin.declaration import Declaration
+from lightning_bilevel.levels import Declaration
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = [
+    "ON_MINI_BATCHES",
     "check_all_declared",
     "check_automatic",
+    "check_batch",
+    "check_epoch",
     "check_optimizer",
-    "check_precision",
     "check_trainer",
+    "other_data",
+    "warn_of_sample",
 ]
 
-
-def check_precision(trainer: Any, solver: BilevelOptimizer) -> None:
-    """Refuse a precision that does not resolve the differences that an exact solver takes."""
-    if trainer.precision not in ("32-true", "64-true"):
-        raise MisconfigurationException(
-            f"`Trainer(precision={trainer.precision!r})` is not supported with "
-            f"{type(solver).__name__} on all data: small differences of large numbers would be "
-            "lost. Use 32-true or 64-true."
-        )
+# How to run on mini-batches, for messages of exact runs.
+ON_MINI_BATCHES = (
+    "return two torch optimisers, one per level, from `configure_optimizers`, and say `method=` in "
+    "place of `solver=`"
+)
 
 
 def check_automatic(module: LightningModule, trainer: Any) -> None:
@@ -52,8 +53,8 @@ def check_automatic(module: LightningModule, trainer: Any) -> None:
         )
 
 
-def check_trainer(trainer: Any) -> None:
-    """Refuse strategies and devices that do not work with a bilevel run."""
+def check_trainer(trainer: Any, solver: str) -> None:
+    """Refuse precisions, strategies and devices that do not work with an exact run."""
     strategy = trainer.strategy
     # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
     if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
@@ -67,22 +68,27 @@ def check_trainer(trainer: Any) -> None:
             "`Trainer(accelerator='mps')` is not supported: norms and gaps are summed in float64, "
             "which this device does not have. Use `accelerator='cpu'`."
         )
+    if trainer.precision not in ("32-true", "64-true"):
+        raise MisconfigurationException(
+            f"`Trainer(precision={trainer.precision!r})` is not supported with "
+            f"{solver} on all data: small differences of large numbers would be lost. Use 32-true "
+            "or 64-true."
+        )
 
 
 def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
     """Refuse parameters of another module, and trainable ones that belong to no level."""
+    call = f"`{type(module).__name__}.declare`"
+    foreign = f"{call} was given a parameter that is not the module's own."
     declared = {id(p) for p in declaration.parameters}
     own = dict(module.named_parameters())
     if not declared <= {id(p) for p in own.values()}:
-        raise MisconfigurationException(
-            f"`{type(module).__name__}.declare` was given a parameter that is not the module's own."
-        )
+        raise MisconfigurationException(foreign)
     forgotten = [name for name, p in own.items() if p.requires_grad and id(p) not in declared]
     if forgotten:
         raise MisconfigurationException(
-            f"`{type(module).__name__}.declare` names neither as upper nor as lower: "
-            f"{', '.join(forgotten)}. Each trainable parameter belongs to one level; a constant "
-            "has `requires_grad=False`."
+            f"{call} names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
+            "parameter belongs to one level; a constant has `requires_grad=False`."
         )
 
 
@@ -95,4 +101,49 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
             "`configure_optimizers` must return the solver of `super().configure_optimizers()`, or "
             "a torch optimiser per level; then an own `configure_callbacks` must add to "
             "`super().configure_callbacks()`."
+        )
+
+
+def check_batch(call: str, batch: Any) -> None:
+    """Refuse a training batch without an upper and a lower level."""
+    if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
+        raise MisconfigurationException(
+            f"`{call}` was given a {type(batch).__name__} as a training batch: it must be "
+            '{"upper": ..., "lower": ...}, as a CombinedLoader over two loaders or a '
+            "FullBatchDataModule gives it."
+        )
+
+
+def other_data(call: str, solver: BilevelOptimizer) -> MisconfigurationException:
+    """Return the refusal of data that change in the course of an exact run."""
+    return MisconfigurationException(
+        f"`{call}` was given a batch with other values than the one before, as mini-batches, "
+        f"shuffling and augmentation make them. {type(solver).__name__} needs the same data in "
+        "each step: give it all of them, by a FullBatchDataModule; or run on mini-batches: "
+        f"{ON_MINI_BATCHES}."
+    )
+
+
+def check_epoch(call: str, solver: BilevelOptimizer, declaration: Declaration) -> None:
+    """Refuse an epoch without iterations, and parameters that were frozen in its course."""
+    if solver.progress.iterations == 0:
+        raise MisconfigurationException(
+            f"`{call}` made no outer iteration in a whole epoch: its loaders must yield batches, "
+            "and its `training_step` must call `super().training_step(batch, batch_idx)` or be "
+            "left out."
+        )
+    if any(level.has_changed() for level in declaration.levels):
+        raise MisconfigurationException(
+            f"a parameter of `{call}` was frozen or unfrozen in the middle of a run, whose vectors "
+            "x and y have a fixed length: do it before `Trainer.fit`."
+        )
+
+
+def warn_of_sample(loader: Any) -> None:
+    """Warn of a run that ends before its sample is all data."""
+    sample = getattr(loader, "sample", None)
+    if sample is not None and sample.share is not None:
+        rank_zero_warn(
+            f"The run ended on {sample}, and its certificate is of all data: run longer, or let "
+            "the sample grow earlier with `Growing(every=...)`."
         )

@@ -30,7 +30,6 @@ from lightning_bilevel import (
     Chunks,
     Envelope,
     FullBatchDataModule,
-    IVSPMixin,
     Simplex,
     SineProblem,
     solve,
@@ -148,11 +147,11 @@ def test_chunks_add_up_to_the_full_batch() -> None:
 def test_what_is_known_of_a_point_is_used_again_only_on_the_same_batch() -> None:
     module = Weighting()
     batch = {"upper": samples(20, 1), "lower": samples(30, 2)}
-    first = module._problem_on(batch)
-    assert module._problem_on({**batch}) is first
+    first = module.problem_on(batch)
+    assert module.problem_on({**batch}) is first
     batch["upper"][0].add_(1.0)
-    assert module._problem_on(batch) is not first
-    assert module._problem_on({"upper": samples(20, 1), "lower": batch["lower"]}) is not first
+    assert module.problem_on(batch) is not first
+    assert module.problem_on({"upper": samples(20, 1), "lower": batch["lower"]}) is not first
 
 
 @pytest.mark.parametrize(("solver", "shuffled"), [(MILD, False), (MILD, True), (F2SA, False)])
@@ -285,7 +284,6 @@ def declaring(**kwargs: Any) -> Any:
             declaring(upper="none", lower="b"),
             r"`Nothing.declare\(upper=...\)` has no trainable parameter",
         ),
-        (declaring(upper="a", lower="b", solver=None), r"`Nothing.declare\(\)` needs a solver"),
         (
             declaring(upper="a", lower="b", upper_unit=0.0),
             r"`Nothing.declare\(upper_unit=0.0\)` must be positive",
@@ -313,7 +311,7 @@ def test_the_mixin_comes_first() -> None:
     with pytest.raises(
         TypeError, match="`class Wrong` names LightningModule before the bilevel mixin"
     ):
-        type("Wrong", (LightningModule, IVSPMixin), {})
+        type("Wrong", (LightningModule, BilevelMixin), {})
 
 
 class Forgetful(Weighting):
@@ -484,29 +482,11 @@ def test_certify_needs_a_batch() -> None:
         Weighting().certify()
 
 
-def test_ivsp_is_the_mixins_default() -> None:
-    class Short(IVSPMixin, LightningModule):
+def test_ivsp_is_the_default() -> None:
+    class Short(BilevelMixin, LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
             self.declare(upper=self.a, lower=self.b)
 
-    assert Short()._declaration.solver is IVSP
-    assert BilevelMixin.default_solver is None
-
-
-def test_a_plain_function_is_a_default_solver() -> None:
-    """It is not bound to the module as its method."""
-
-    def make(groups: Any) -> IVSP:
-        return IVSP(groups)
-
-    class Own(BilevelMixin, LightningModule):
-        default_solver = make
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.x, self.y = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-            self.declare(upper=self.x, lower=self.y)
-
-    assert Own()._declaration.solver is make
+    assert Short()._declaration.solver is IVSP  # type: ignore[union-attr]
