@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = [
+    "is_logged",
     "log_figure",
     "log_hyperparameters",
     "log_text",
@@ -30,6 +31,12 @@ __all__ = [
     "publish_step",
     "run_folder",
 ]
+
+
+def is_logged(trainer: Any, iteration: int) -> bool:
+    """Return whether the record of an iteration goes to the loggers."""
+    every = trainer.log_every_n_steps  # 0 is never
+    return bool(every > 0 and (iteration % every == 0 or iteration == 1))
 
 
 def publish_step(trainer: Any, info: StepInfo, *, logged: bool) -> None:

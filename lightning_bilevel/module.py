@@ -26,8 +26,8 @@ from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.run import RESTORED, Run
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
-from lightning_bilevel.solvers.proved import ProvedPoint
 from lightning_bilevel.solvers.record import StepInfo
+from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.stochastic.step import Method, Options
 
 __all__ = ["BilevelMixin", "BilevelModule"]
@@ -214,7 +214,7 @@ class BilevelMixin:
         return self.mini_batches is not None
 
     @property
-    def proved(self) -> ProvedPoint | None:
+    def proved(self) -> TheoremPoint | None:
         """The point of the run that the convergence theorem speaks of, if the solver keeps it.
 
         ``certify(proved=True)`` certifies it. It stays where it is: ``restore((p.x, p.y),

@@ -143,8 +143,7 @@ class Run:
         if functions is not None and functions.copies:
             with problem.uncounted():
                 problem.upper(x, y)
-                problem.at(x, remember=False).value(y)
-            problem.forget()
+                problem.at(x).value(y)
             functions.protect_written()
             if functions.copies:
                 words = f"Nor may a loss depend on vectors of a spectral norm. {words}"

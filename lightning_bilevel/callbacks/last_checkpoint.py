@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.core.errors import BilevelError, CheckpointError
 from lightning_bilevel.distributed import any_of
 
