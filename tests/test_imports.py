@@ -14,7 +14,7 @@ FLOORS: list[set[str]] = [
     {"stochastic"},
     {"reading"},
     {"solving"},
-    {"plugin"},
+    {"mini_batches", "optimizers", "plugin", "whole_data"},
     {"callbacks", "data", "modules"},
     {"cli"},
     {"__main__"},

@@ -18,11 +18,11 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
+from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.plugin.loggers import log_hyperparameters, log_text, publish, run_folder
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
-from lightning_bilevel.stochastic.step import Step
 from lightning_bilevel.table import table
 
 __all__ = ["CertificateReport", "as_text", "gap_numbers", "kkt_numbers"]
@@ -152,7 +152,7 @@ class CertificateReport(Callback):
 
     @rank_zero_only
     def _give(
-        self, folder: Path | None, title: str, text: str, optimizer: BilevelOptimizer | Step
+        self, folder: Path | None, title: str, text: str, optimizer: BilevelOptimizer | MiniBatches
     ) -> None:
         """Print the result, and save it but for a trial run, which has no folder."""
         print(f"\n{text}")
@@ -183,7 +183,7 @@ def as_text(
     title: str,
     certificate: Certificate | None,
     tally: Tally,
-    optimizer: BilevelOptimizer | Step,
+    optimizer: BilevelOptimizer | MiniBatches,
     metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Lay out the result of a run, the reading and advice, and then the certificate."""

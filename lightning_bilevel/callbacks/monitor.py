@@ -8,11 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
+from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.plugin.loggers import log_text, publish
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
-from lightning_bilevel.stochastic.step import Step
 
 __all__ = ["Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of", "usual_tolerance"]
 
@@ -22,12 +22,12 @@ _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "
 _SHOWN = 30
 
 
-def solver_of(trainer: Trainer) -> BilevelOptimizer | Step:
+def solver_of(trainer: Trainer) -> BilevelOptimizer | MiniBatches:
     """Return the solver of a run, or what stands for it on mini-batches."""
     module: Any = trainer.lightning_module
     if module.mini_batches is not None:
-        step: Step = module.mini_batches.step
-        return step
+        run: MiniBatches = module.mini_batches
+        return run
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, BilevelOptimizer)
     return optimizer

@@ -20,9 +20,9 @@ from lightning_bilevel.callbacks.monitor import solver_of
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
-from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
+from lightning_bilevel.whole_data import gathered
 
 __all__ = ["WITHOUT_STEPS", "certificate_of", "certify", "probe", "probed", "restore"]
 

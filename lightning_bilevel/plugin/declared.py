@@ -14,10 +14,10 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
+from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.plugin.batches import ON_MINI_BATCHES, BatchProblem, check_batch
 from lightning_bilevel.plugin.declaration import Declaration, Level, Sets
 from lightning_bilevel.plugin.functional import Declared, problem_of
-from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import shared_problem
 from lightning_bilevel.plugin.run import Run
 from lightning_bilevel.solvers.base import SolverCallable

@@ -13,6 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.core.problem import Start
+from lightning_bilevel.mini_batches import MiniBatches
+from lightning_bilevel.optimizers import default_optimizers
 from lightning_bilevel.plugin.batches import BatchProblem, warn_of_sample
 from lightning_bilevel.plugin.certified import CertifiedPoints
 from lightning_bilevel.plugin.certifier import Certifier
@@ -25,10 +27,8 @@ from lightning_bilevel.plugin.checks import (
     check_trainer,
 )
 from lightning_bilevel.plugin.loggers import is_logged, publish_step
-from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.processes import check_same_point
 from lightning_bilevel.plugin.run import RESTORED, Run
-from lightning_bilevel.plugin.torch_optimizers import default_optimizers
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo

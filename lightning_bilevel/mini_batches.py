@@ -1,10 +1,9 @@
-"""A run on mini-batches, as Lightning's hooks see it: optimisers, schedulers, logging, resume."""
+"""A run on mini-batches, as Lightning's hooks see it: start, schedulers, logging, resume."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -12,58 +11,79 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
+from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.optimizers import Schedulers, by_level
 from lightning_bilevel.plugin.batches import check_batch
 from lightning_bilevel.plugin.checks import check_all_declared
-from lightning_bilevel.plugin.declaration import Declaration
-from lightning_bilevel.plugin.torch_optimizers import by_level, step_schedulers, without_monitors
-from lightning_bilevel.plugin.whole_data import Data, evaluating, gathered, kept, problem_on_data
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.record import StreamInfo
+from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
 from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
-from lightning_bilevel.stochastic.step import Step
+from lightning_bilevel.stochastic.step import Step, wide
+from lightning_bilevel.whole_data import Data, evaluating, gathered, kept, problem_on
 
 __all__ = ["MiniBatches"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
+# The passes of a step on a batch, as reports count them.
+PASSES = 3
 
 
 class MiniBatches(Callback):
     """Makes the steps of a module whose ``configure_optimizers`` returns torch optimisers.
 
-    It is idle where that returns a bilevel solver. A bilevel module brings it along.
+    It is idle where that returns a bilevel solver. A bilevel module brings it along. To reports it
+    is the solver of the run, with its name, progress and constants.
     """
 
     step: Step | None = None
+    proved: ClassVar[None] = None
+    chosen: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._watched = False
+        self._schedulers = Schedulers()
+        # The batches of the epoch after which those that monitor a metric are still to step.
         self._moved = 0
-        self._monitors: dict[int, dict[str, Any]] = {}
         self._sample: list[Any] = []
-        self._known: tuple[tuple[bool, int], tuple[BilevelProblem, str]] | None = None
+        self._known: tuple[tuple[bool, int], BilevelProblem, str] | None = None
         self._loaders: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return type(self._running().method).__name__
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        step = self._running()
+        inner = step.k * step.module.inner_iterations
+        return Progress(step.k, inner, PASSES * step.k * step.options.accumulate, step.seconds)
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The constants of the method, for loggers."""
+        constants = vars(self._running().method)
+        return {name: c for name, c in constants.items() if isinstance(c, (int, float))}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the monitors of the schedulers, which Lightning drops in manual optimisation."""
-        own, attributes = pl_module.configure_optimizers, vars(pl_module)
-        before = {k: v for k, v in attributes.items() if k == "configure_optimizers"}
+        """Keep the metrics of schedulers, which Lightning drops in manual optimisation."""
+        own = pl_module.configure_optimizers
 
         def configure_optimizers() -> Any:
-            attributes.pop("configure_optimizers", None)
-            attributes.update(before)
-            return without_monitors(own(), self._monitors)
+            vars(pl_module)["configure_optimizers"] = own
+            return self._schedulers.without_metrics(own())
 
         if stage == "fit":
-            attributes["configure_optimizers"] = configure_optimizers
+            vars(pl_module)["configure_optimizers"] = configure_optimizers
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -79,22 +99,17 @@ class MiniBatches(Callback):
         declared = pl_module._declared()
         declared.resolve()
         check_all_declared(pl_module, declared)
-        for config in trainer.lr_scheduler_configs:
-            known = self._monitors.get(id(config.scheduler), {})
-            config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
-            vars(config).update(known)
-            if config.reduce_on_plateau and config.monitor is None:
-                raise MisconfigurationException(
-                    f"`{type(pl_module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs "
-                    'a metric: return {"scheduler": ..., "monitor": "val_loss"}.'
-                )
-        wrapped = pl_module.optimizers()
-        wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
-        pairs = list(zip(wrapped, trainer.optimizers, strict=True))
-        solved = pl_module.batch_gradients is not None
-        upper, lower = by_level(type(pl_module).__name__, pairs, declared, lower_is_solved=solved)
-        shadow = Shadow(declared.lower.parameters, _written_buffers(pl_module, declared))
-        copies = dict(zip(shadow.parameters, shadow.z, strict=True))
+        self._schedulers.start(pl_module)
+        optimizers = pl_module.optimizers()
+        upper, lower = by_level(
+            type(pl_module).__name__,
+            optimizers if isinstance(optimizers, list) else [optimizers],
+            declared,
+            lower_is_solved=pl_module.batch_gradients is not None,
+        )
+        y = declared.lower.parameters
+        shadow = Shadow(y, _written_buffers(pl_module, y))
+        copies = dict(zip(y, shadow.z, strict=True))
         self.step = Step(
             module=pl_module,
             method=declared.method or F2SA(),
@@ -106,7 +121,16 @@ class MiniBatches(Callback):
             lower_optimizers=lower,
             shadow_optimizers=[copy_optimizer(o.optimizer, copies) for o in lower],
         )
-        self._resume()
+        if self._saved is not None:
+            self.step.load(self._saved)
+            # Before the loaders start, because they draw the order of the samples.
+            self._random = self._saved["random"]
+            _restore_random_state(pl_module.device, self._random)
+            self._saved = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loaders = trainer.train_dataloader
 
     @override
     def on_train_batch_start(
@@ -120,26 +144,51 @@ class MiniBatches(Callback):
 
     def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
         """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
-        assert self.step is not None
-        check_batch(type(module).__name__, batch)
-        numbers, moved = self.step(batch)
-        trainer = module.trainer
+        step, trainer = self._running(), module.trainer
+        if step.k == 0:
+            check_batch(type(module).__name__, batch)
+        numbers, moved = step(batch)
         if self._watched and len(self._sample) < SAMPLE:
             self._sample.append(move_data_to_device(batch, "cpu"))
         last: bool = trainer.is_last_batch
         if moved:
-            step_schedulers(module, "step", batch_idx + 1, plateau=False)
+            self._schedulers.step(module, "step", batch_idx + 1)
             self._moved = batch_idx + 1
         if last:
-            step_schedulers(module, "epoch", trainer.current_epoch + 1, plateau=False)
-        info = self.step.record(numbers)
+            self._schedulers.step(module, "epoch", trainer.current_epoch + 1)
+        # Its numbers are tensors until somebody reads them.
+        upper, lower, inner, multiplier = cast(Any, numbers)
+        info = StreamInfo(
+            upper=upper,
+            lower=lower,
+            gap=wide(lower) - wide(inner),
+            multiplier=multiplier,
+            inner_iterations=module.inner_iterations,
+            iteration=step.k,
+            calls=Calls(upper=1, lower=2),
+            passes=self.progress.passes,
+            optimization_time=step.seconds,
+            skipped=step.skipped[0],
+        )
         # At the end of an epoch other callbacks may monitor it.
         if last or (trainer.fit_loop.total_batch_idx + 1) % max(trainer.log_every_n_steps, 1) == 0:
-            shown = {"bilevel/upper": numbers.upper, "bilevel/gap": info.gap}
-            module.log_dict(shown, prog_bar=True, sync_dist=True)
-            more = {"bilevel/lower": info.lower, "bilevel/multiplier": info.multiplier}
-            module.log_dict({**more, "bilevel/skipped": float(info.skipped)}, sync_dist=True)
+            for name in ("upper", "gap", "lower", "multiplier", "skipped"):
+                shown = name in ("upper", "gap")
+                module.log(f"bilevel/{name}", getattr(info, name), prog_bar=shown, sync_dist=True)
         return info
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.step is None:
+            return
+        if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
+            raise MisconfigurationException(
+                f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
+                "yield batches."
+            )
+        self._step_plateaus(pl_module)
+        if trainer.is_last_batch and not trainer.fit_loop.restarting:
+            self._schedulers.step(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
 
     def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
         """Return f and g on the data of a certificate, and what these are.
@@ -149,51 +198,23 @@ class MiniBatches(Callback):
             sample: Whether to take the first few batches of the run.
             batches: The most batches of a level.
         """
-        assert self.step is not None
-        module = self.step.module
-        trainer = module.trainer
-
-        def on(data: Data) -> tuple[BilevelProblem, str]:
-            return problem_on_data(module, module._declared(), trainer, data), data.name
-
+        module = self._running().module
         if batch is not None:
             check_batch(type(module).__name__, batch)
-            return on(Data(batch, "the given batch, in eval mode"))
+            return problem_on(module, Data(batch, "the given batch"))
         sample = sample and bool(self._sample)
-        asked = sample, len(self._sample) if sample else batches
+        asked = sample, batches
         if self._known is None or self._known[0] != asked:
-            whole = partial(gathered, trainer, batches, self._loaders)
-            data = kept(trainer, self._sample) if sample else whole()
+            whole = (
+                kept(self._sample) if sample else gathered(module.trainer, batches, self._loaders)
+            )
             # The same problem again, so that a certificate of the same point is known.
-            self._known = asked, on(data)
-        return self._known[1]
+            self._known = asked, *problem_on(module, whole)
+        return self._known[1:]
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context for the evaluation of a certificate."""
-        assert self.step is not None
-        return evaluating(self.step.module)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loaders = trainer.train_dataloader
-
-    def _step_plateaus(self, module: Any) -> None:
-        """Step the schedulers that monitor a metric, after a validation that followed the step."""
-        if self._moved:
-            step_schedulers(module, "step", self._moved, plateau=True)
-            self._moved = 0
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.step is not None:
-            if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
-                raise MisconfigurationException(
-                    f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
-                    "yield batches."
-                )
-            self._step_plateaus(pl_module)
-            if trainer.is_last_batch and not trainer.fit_loop.restarting:
-                step_schedulers(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
+        return evaluating(self._running().module)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -204,31 +225,28 @@ class MiniBatches(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
-        self._resume()
 
-    def _resume(self) -> None:
-        """Go on from a saved state; a strategy may load it before or after the run begins."""
-        if self.step is None or self._saved is None:
-            return
-        self.step.load(self._saved)
-        # Before the loaders start, because they draw the order of the samples.
-        self._random = self._saved["random"]
-        _restore_random_state(self.step.module.device, self._random)
-        self._saved = None
+    def _running(self) -> Step:
+        assert self.step is not None
+        return self.step
+
+    def _step_plateaus(self, module: Any) -> None:
+        """Step the schedulers that monitor a metric, after a validation that followed the step."""
+        if self._moved:
+            self._schedulers.step(module, "step", self._moved, plateau=True)
+            self._moved = 0
 
 
-def _written_buffers(module: nn.Module, declared: Declaration) -> list[Tensor]:
+def _written_buffers(module: nn.Module, lower: list[nn.Parameter]) -> list[Tensor]:
     """Return the buffers that evaluations of the lower level may write to.
 
     These are the running statistics of all layers, and every buffer of a layer that has a
     lower-level parameter.
     """
-    lower = {id(p) for p in declared.lower.parameters}
     layers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, _NormBase)
-        or any(id(p) in lower for p in layer.parameters(recurse=False))
+        if isinstance(layer, _NormBase) or not set(lower).isdisjoint(layer.parameters(False))
     ]
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 

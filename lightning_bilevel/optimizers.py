@@ -1,0 +1,139 @@
+"""The torch optimisers and schedulers of a run on mini-batches: whose they are, when they step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_bilevel.plugin.declaration import Declaration
+
+__all__ = ["Schedulers", "by_level", "default_optimizers"]
+
+_RIGHT = (
+    "`configure_optimizers` of a bilevel module returns one optimiser per level:\n"
+    "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
+)
+
+
+def by_level(
+    call: str, optimizers: Sequence[Any], declared: Declaration, *, lower_is_solved: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Sort optimisers by the level whose parameters they have.
+
+    Args:
+        call: The name of the module, for messages.
+        optimizers: The optimisers, as Lightning wraps them.
+        declared: The declaration.
+        lower_is_solved: Whether the lower level is solved on each batch, and so has no optimiser.
+    """
+    levels = [set(level.parameters) for level in declared.levels]
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for wrapped in optimizers:
+        groups = wrapped.optimizer.param_groups
+        own = {p for group in groups for p in group["params"] if p.requires_grad}
+        place = [i for i, level in enumerate(levels) if own and own <= level]
+        if not place:
+            which = "both levels" if all(own & level for level in levels) else "no level"
+            raise MisconfigurationException(
+                f"`{call}.configure_optimizers`: {type(wrapped.optimizer).__name__} has parameters "
+                f"of {which}. {_RIGHT}"
+            )
+        found[place[0]].append(wrapped)
+        levels[place[0]] -= own
+    for level, its, left in zip(declared.levels, found, levels, strict=True):
+        if lower_is_solved and level is declared.lower:
+            continue
+        if not its:
+            raise MisconfigurationException(
+                f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. "
+                f"{_RIGHT}"
+            )
+        if left:
+            rank_zero_warn(
+                f"{len(left)} parameters of the {level.name} level of `{call}` are in no optimiser "
+                "and stay as they are."
+            )
+    return found
+
+
+def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
+    """Return the optimisers and schedulers that were declared, for ``configure_optimizers``."""
+    usual = partial(AdamW, lr=1e-2, weight_decay=0.0), partial(AdamW, lr=1e-4)
+    found = []
+    for level, given, other, scheduler in zip(
+        declared.levels, declared.optimizers, usual, declared.schedulers, strict=True
+    ):
+        if given is None:
+            rate = other.keywords["lr"]
+            rank_zero_info(f"The {level.name} level has no optimiser: AdamW(lr={rate:g}).")
+        made: dict[str, Any] = {"optimizer": (given or other)(level.parameters)}
+        if scheduler is not None:
+            its = scheduler(made["optimizer"])
+            # One of Lightning's command line names its metric.
+            plateau = isinstance(its, ReduceLROnPlateau)
+            when = {"monitor": getattr(its, "monitor", None)} if plateau else {"interval": "step"}
+            made["lr_scheduler"] = {"scheduler": its, **when}
+        found.append(made)
+    return found
+
+
+class Schedulers:
+    """The schedulers of a run, which Lightning does not step in manual optimisation."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[int, dict[str, Any]] = {}
+
+    def without_metrics(self, returned: Any) -> Any:
+        """Keep what concerns a metric, which Lightning drops, and return the other settings.
+
+        Args:
+            returned: What ``configure_optimizers`` has returned.
+        """
+        if isinstance(returned, (list, tuple)):
+            return type(returned)(map(self.without_metrics, returned))
+        if not isinstance(returned, dict):
+            return returned
+        keys = {"monitor", "strict", "reduce_on_plateau"} & returned.keys()
+        scheduler = returned.get("scheduler", returned.get("lr_scheduler"))
+        self._metrics[id(scheduler)] = {key: returned[key] for key in keys}
+        return {k: self.without_metrics(v) for k, v in returned.items() if k not in keys}
+
+    def start(self, module: Any) -> None:
+        """Put what was kept into Lightning's configurations."""
+        for config in module.trainer.lr_scheduler_configs:
+            config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+            vars(config).update(self._metrics.get(id(config.scheduler), {}))
+            if config.reduce_on_plateau and config.monitor is None:
+                raise MisconfigurationException(
+                    f"`{type(module).__name__}.configure_optimizers`: `ReduceLROnPlateau` needs "
+                    'a metric: return {"scheduler": ..., "monitor": "val_loss"}.'
+                )
+
+    def step(self, module: Any, interval: str, count: int, *, plateau: bool = False) -> None:
+        """Step the schedulers of an interval, as Lightning does under automatic optimisation.
+
+        Args:
+            module: The module.
+            interval: ``"step"`` or ``"epoch"``.
+            count: The number of batches of the epoch, or of epochs, so far.
+            plateau: Whether those that monitor a metric, or the others.
+        """
+        for config in module.trainer.lr_scheduler_configs:
+            asked = config.interval == interval and config.reduce_on_plateau is plateau
+            if not asked or count % config.frequency:
+                continue
+            known = module.trainer.callback_metrics
+            metric = known.get(config.monitor) if plateau else None
+            if not plateau or metric is not None:
+                module.lr_scheduler_step(config.scheduler, metric)
+                continue
+            told = f"the scheduler monitors {config.monitor!r}, which is not logged yet"
+            if config.strict:
+                raise MisconfigurationException(f"{told}; there are {', '.join(sorted(known))}.")
+            rank_zero_warn(f"{told}: it makes no step.")
