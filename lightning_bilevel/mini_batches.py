@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -23,7 +24,7 @@ from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
 from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
 from lightning_bilevel.stochastic.step import Step, wide
-from lightning_bilevel.whole_data import Data, evaluating, gathered, kept, problem_on
+from lightning_bilevel.whole_data import Data, gathered, kept, problem_on
 
 __all__ = ["MiniBatches"]
 
@@ -46,7 +47,7 @@ class MiniBatches(Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
-        self._random: dict[str, Any] | None = None
+        self._random: list[Tensor] | None = None
         self._watched = False
         self._schedulers = Schedulers()
         # The batches of the epoch after which those that monitor a metric are still to step.
@@ -129,10 +130,6 @@ class MiniBatches(Callback):
             self._saved = None
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loaders = trainer.train_dataloader
-
-    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -156,13 +153,14 @@ class MiniBatches(Callback):
             self._moved = batch_idx + 1
         if last:
             self._schedulers.step(module, "epoch", trainer.current_epoch + 1)
-        # Its numbers are tensors until somebody reads them.
-        upper, lower, inner, multiplier = cast(Any, numbers)
+        # They are tensors until somebody reads them.
+        known: Any = numbers
+        gap: Any = wide(known.lower) - wide(known.inner)
         info = StreamInfo(
-            upper=upper,
-            lower=lower,
-            gap=wide(lower) - wide(inner),
-            multiplier=multiplier,
+            upper=known.upper,
+            lower=known.lower,
+            gap=gap,
+            multiplier=known.multiplier,
             inner_iterations=module.inner_iterations,
             iteration=step.k,
             calls=Calls(upper=1, lower=2),
@@ -186,6 +184,8 @@ class MiniBatches(Callback):
                 f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
                 "yield batches."
             )
+        # An evaluation after the run takes their place in the Trainer.
+        self._loaders = trainer.train_dataloader
         self._step_plateaus(pl_module)
         if trainer.is_last_batch and not trainer.fit_loop.restarting:
             self._schedulers.step(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
@@ -212,15 +212,26 @@ class MiniBatches(Callback):
             self._known = asked, *problem_on(module, whole)
         return self._known[1:]
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for the evaluation of a certificate."""
-        return evaluating(self._running().module)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the module into eval mode, with gradients and without autocast, and back."""
+        module: LightningModule = self._running().module
+        trained = [layer for layer in module.modules() if layer.training]
+        module.eval()
+        try:
+            autocast = torch.autocast(module.device.type, enabled=False)
+            with torch.inference_mode(False), torch.enable_grad(), autocast:
+                yield
+        finally:
+            for layer in trained:
+                layer.training = True
 
     @override
     def state_dict(self) -> dict[str, Any]:
         if self.step is None:
             return {}
-        return {**self.step.state(), "random": _random_state(self.step.module.device)}
+        generators = _generators(self.step.module.device)
+        return {**self.step.state(), "random": [g.get_rng_state() for g in generators]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,22 +254,20 @@ def _written_buffers(module: nn.Module, lower: list[nn.Parameter]) -> list[Tenso
     These are the running statistics of all layers, and every buffer of a layer that has a
     lower-level parameter.
     """
-    layers = [
-        layer
+    own = set(lower)
+    return [
+        buffer
         for layer in module.modules()
-        if isinstance(layer, _NormBase) or not set(lower).isdisjoint(layer.parameters(False))
+        if isinstance(layer, _NormBase) or not own.isdisjoint(layer.parameters(recurse=False))
+        for buffer in layer.buffers(recurse=False)
     ]
-    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = getattr(torch, device.type).get_rng_state(device)
-    return state
+def _generators(device: torch.device) -> list[Any]:
+    """Return what draws random numbers in a run on this device."""
+    return [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
 
 
-def _restore_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "device" in state and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state["device"].cpu(), device)
+def _restore_random_state(device: torch.device, states: list[Tensor]) -> None:
+    for generator, state in zip(_generators(device), states, strict=False):
+        generator.set_rng_state(state.cpu())

@@ -7,18 +7,14 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_bilevel.plugin.declaration import Declaration
 
 __all__ = ["Schedulers", "by_level", "default_optimizers"]
-
-_RIGHT = (
-    "`configure_optimizers` of a bilevel module returns one optimiser per level:\n"
-    "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
-)
 
 
 def by_level(
@@ -32,55 +28,45 @@ def by_level(
         declared: The declaration.
         lower_is_solved: Whether the lower level is solved on each batch, and so has no optimiser.
     """
-    levels = [set(level.parameters) for level in declared.levels]
-    found: tuple[list[Any], list[Any]] = ([], [])
+    found: list[list[Any]] = [[], []]
+    owned: set[nn.Parameter] = set()
     for wrapped in optimizers:
         groups = wrapped.optimizer.param_groups
         own = {p for group in groups for p in group["params"] if p.requires_grad}
-        place = [i for i, level in enumerate(levels) if own and own <= level]
-        if not place:
-            which = "both levels" if all(own & level for level in levels) else "no level"
-            raise MisconfigurationException(
-                f"`{call}.configure_optimizers`: {type(wrapped.optimizer).__name__} has parameters "
-                f"of {which}. {_RIGHT}"
-            )
-        found[place[0]].append(wrapped)
-        levels[place[0]] -= own
-    for level, its, left in zip(declared.levels, found, levels, strict=True):
-        if lower_is_solved and level is declared.lower:
-            continue
-        if not its:
-            raise MisconfigurationException(
-                f"`{call}.configure_optimizers` has no optimiser of the {level.name} level. "
-                f"{_RIGHT}"
-            )
-        if left:
-            rank_zero_warn(
-                f"{len(left)} parameters of the {level.name} level of `{call}` are in no optimiser "
-                "and stay as they are."
-            )
-    return found
+        for level, its in zip(declared.levels, found, strict=True):
+            if own and own <= set(level.parameters):
+                its.append(wrapped)
+        owned |= own
+    upper, lower = found
+    if len(upper) + len(lower) < len(optimizers) or not upper or not (lower or lower_is_solved):
+        names = ", ".join(type(wrapped.optimizer).__name__ for wrapped in optimizers)
+        raise MisconfigurationException(
+            f"`{call}.configure_optimizers` returned {names}: {len(upper)} with parameters of the "
+            f"upper level alone, {len(lower)} of the lower. Each belongs to one level:\n"
+            "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
+        )
+    trained = declared.upper.parameters if lower_is_solved else declared.parameters
+    if left := set(trained) - owned:
+        rank_zero_warn(f"{len(left)} parameters of `{call}` are in no optimiser: they stay.")
+    return upper, lower
 
 
 def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
     """Return the optimisers and schedulers that were declared, for ``configure_optimizers``."""
     usual = partial(AdamW, lr=1e-2, weight_decay=0.0), partial(AdamW, lr=1e-4)
-    found = []
+    made: list[dict[str, Any]] = []
     for level, given, other, scheduler in zip(
         declared.levels, declared.optimizers, usual, declared.schedulers, strict=True
     ):
-        if given is None:
-            rate = other.keywords["lr"]
-            rank_zero_info(f"The {level.name} level has no optimiser: AdamW(lr={rate:g}).")
-        made: dict[str, Any] = {"optimizer": (given or other)(level.parameters)}
+        optimizer = (given or other)(level.parameters)
+        made.append({"optimizer": optimizer})
         if scheduler is not None:
-            its = scheduler(made["optimizer"])
+            its = scheduler(optimizer)
             # One of Lightning's command line names its metric.
             plateau = isinstance(its, ReduceLROnPlateau)
             when = {"monitor": getattr(its, "monitor", None)} if plateau else {"interval": "step"}
-            made["lr_scheduler"] = {"scheduler": its, **when}
-        found.append(made)
-    return found
+            made[-1]["lr_scheduler"] = {"scheduler": its, **when}
+    return made
 
 
 class Schedulers:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in
 from lightning_bilevel.core.leaves import tensors
@@ -18,7 +16,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.plugin.functional import ModuleFunctions, problem_of
 from lightning_bilevel.plugin.processes import total
 
-__all__ = ["Data", "evaluating", "gathered", "kept", "problem_on"]
+__all__ = ["Data", "gathered", "kept", "problem_on"]
 
 LEVELS = ("upper", "lower")
 # Data are gathered up to so many bytes of a level: they stay in memory together.
@@ -102,29 +100,10 @@ def problem_on(module: Any, data: Data) -> tuple[BilevelProblem, str]:
     if trainer.world_size > 1:
         mine, device = counts, trainer.strategy.root_device
         counts = total(torch.tensor(mine, device=device)).tolist()
-        shares = [part / whole for part, whole in zip(mine, counts, strict=True)]
-        problem = problem.on_this_rank(*shares, total)
+        problem = problem.on_this_rank(mine[0] / counts[0], mine[1] / counts[1], total)
         processes = f" of {trainer.world_size} processes, with what their samplers repeat"
     counted = f"{counts[0]} upper and {counts[1]} lower samples{processes}"
     return problem, f"{data.name} ({counted}), in eval mode"
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode, with gradients and without autocast, and back afterwards."""
-    trained = [layer for layer in module.modules() if layer.training]
-    device = next(module.parameters()).device.type
-    module.eval()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(device, enabled=False),
-        ):
-            yield
-    finally:
-        for layer in trained:
-            layer.training = True
 
 
 class _OnDevice(ModuleFunctions):

@@ -243,7 +243,10 @@ class Step:
         return {
             "z": [t.detach().clone() for t in chain(self.shadow.z, self.shadow.z_buffers)],
             "optimizers": [optimizer.state_dict() for optimizer in self.shadow_optimizers],
-            "numbers": (self.k, self.skipped, self.tracked, self.seconds),
+            "k": self.k,
+            "skipped": self.skipped,
+            "tracked": self.tracked,
+            "seconds": self.seconds,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -252,8 +255,8 @@ class Step:
             own.data.copy_(value)
         for optimizer, saved in zip(self.shadow_optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.k, self.skipped, tracked, self.seconds = state["numbers"]
-        self.tracked = tuple(value.to(self.module.device) for value in tracked)
+        self.k, self.skipped, self.seconds = state["k"], state["skipped"], state["seconds"]
+        self.tracked = tuple(value.to(self.module.device) for value in state["tracked"])
 
     def _is_finite(self) -> bool:
         if not self.options.skip_nonfinite:
@@ -300,8 +303,8 @@ class Step:
         upper, lower = self.sets
         for variable, feasible in zip(self.variables, (upper, lower, lower), strict=True):
             if not isinstance(feasible, Free):
-                whole = torch.cat([p.reshape(-1) for p in variable])
-                parts = feasible.project(whole).split([p.numel() for p in variable])
+                whole = feasible.project(torch.cat([p.reshape(-1) for p in variable]))
+                parts = torch.split(whole, [p.numel() for p in variable])
                 for parameter, part in zip(variable, parts, strict=True):
                     parameter.copy_(part.view_as(parameter))
 
