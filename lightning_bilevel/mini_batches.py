@@ -101,13 +101,7 @@ class MiniBatches(Callback):
         declared.resolve()
         check_all_declared(pl_module, declared)
         self._schedulers.start(pl_module)
-        optimizers = pl_module.optimizers()
-        upper, lower = by_level(
-            type(pl_module).__name__,
-            optimizers if isinstance(optimizers, list) else [optimizers],
-            declared,
-            lower_is_solved=pl_module.batch_gradients is not None,
-        )
+        upper, lower = by_level(pl_module, declared)
         y = declared.lower.parameters
         shadow = Shadow(y, _written_buffers(pl_module, y))
         copies = dict(zip(y, shadow.z, strict=True))
@@ -155,7 +149,7 @@ class MiniBatches(Callback):
             self._schedulers.step(module, "epoch", trainer.current_epoch + 1)
         # They are tensors until somebody reads them.
         known: Any = numbers
-        gap: Any = wide(known.lower) - wide(known.inner)
+        gap: Any = wide(numbers.lower) - wide(numbers.inner)
         info = StreamInfo(
             upper=known.upper,
             lower=known.lower,
@@ -164,7 +158,7 @@ class MiniBatches(Callback):
             inner_iterations=module.inner_iterations,
             iteration=step.k,
             calls=Calls(upper=1, lower=2),
-            passes=self.progress.passes,
+            passes=PASSES * step.k * step.options.accumulate,
             optimization_time=step.seconds,
             skipped=step.skipped[0],
         )
@@ -203,13 +197,12 @@ class MiniBatches(Callback):
             check_batch(type(module).__name__, batch)
             return problem_on(module, Data(batch, "the given batch"))
         sample = sample and bool(self._sample)
-        asked = sample, batches
+        asked = sample, len(self._sample) if sample else batches
         if self._known is None or self._known[0] != asked:
-            whole = (
-                kept(self._sample) if sample else gathered(module.trainer, batches, self._loaders)
-            )
+            trainer, loaders = module.trainer, self._loaders
+            data = kept(self._sample) if sample else gathered(trainer, batches, loaders)
             # The same problem again, so that a certificate of the same point is known.
-            self._known = asked, *problem_on(module, whole)
+            self._known = asked, *problem_on(module, data)
         return self._known[1:]
 
     @contextmanager

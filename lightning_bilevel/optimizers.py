@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,15 @@ from lightning_bilevel.plugin.declaration import Declaration
 __all__ = ["Schedulers", "by_level", "default_optimizers"]
 
 
-def by_level(
-    call: str, optimizers: Sequence[Any], declared: Declaration, *, lower_is_solved: bool = False
-) -> tuple[list[Any], list[Any]]:
-    """Sort optimisers by the level whose parameters they have.
+def by_level(module: Any, declared: Declaration) -> tuple[list[Any], list[Any]]:
+    """Return the module's optimisers of x and of y, in Lightning's wrapper.
 
-    Args:
-        call: The name of the module, for messages.
-        optimizers: The optimisers, as Lightning wraps them.
-        declared: The declaration.
-        lower_is_solved: Whether the lower level is solved on each batch, and so has no optimiser.
+    Whose an optimiser is, is known by its parameters. A lower level that is solved on each batch
+    has none.
     """
+    call, optimizers = f"{type(module).__name__}.configure_optimizers", module.optimizers()
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    solved = module.batch_gradients is not None
     found: list[list[Any]] = [[], []]
     owned: set[nn.Parameter] = set()
     for wrapped in optimizers:
@@ -38,16 +35,16 @@ def by_level(
                 its.append(wrapped)
         owned |= own
     upper, lower = found
-    if len(upper) + len(lower) < len(optimizers) or not upper or not (lower or lower_is_solved):
+    if len(upper) + len(lower) < len(optimizers) or not upper or not (lower or solved):
         names = ", ".join(type(wrapped.optimizer).__name__ for wrapped in optimizers)
         raise MisconfigurationException(
-            f"`{call}.configure_optimizers` returned {names}: {len(upper)} with parameters of the "
+            f"`{call}` returned {names}: {len(upper)} with parameters of the "
             f"upper level alone, {len(lower)} of the lower. Each belongs to one level:\n"
             "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
         )
-    trained = declared.upper.parameters if lower_is_solved else declared.parameters
+    trained = declared.upper.parameters if solved else declared.parameters
     if left := set(trained) - owned:
-        rank_zero_warn(f"{len(left)} parameters of `{call}` are in no optimiser: they stay.")
+        rank_zero_warn(f"{len(left)} parameters are in no optimiser of `{call}`: they stay.")
     return upper, lower
 
 

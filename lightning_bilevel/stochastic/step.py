@@ -59,8 +59,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"`declare(accumulate={self.accumulate})` must be at least 1.")
-        bounds = [value for value in self.clip if value is not None]
-        if len(self.clip) != 2 or not all(0 < value < math.inf for value in bounds):
+        if len(self.clip) != 2 or not all(b is None or 0 < b < math.inf for b in self.clip):
             raise ValueError(
                 f"`declare(gradient_clip_val={self.clip})` must be a positive number, or one for "
                 "each level."
@@ -173,14 +172,12 @@ class Step:
         numbers: Numbers = add_gradients(self, batch["lower"], batch["upper"])
         self.add(variables, before)
         self._losses += numbers[:3]
-        self.batches += 1
-        moved = False
         # A step does not go on into another epoch.
-        if self.batches == self.options.accumulate or self.module.trainer.is_last_batch:
-            self.batches = 0
-            moved = self._is_finite()
-            if moved:
-                self._move()
+        last = self.batches + 1 == self.options.accumulate or self.module.trainer.is_last_batch
+        self.batches = 0 if last else self.batches + 1
+        moved = last and self._is_finite()
+        if moved:
+            self._move()
         self.seconds += time.perf_counter() - began
         return numbers, moved
 
@@ -261,9 +258,8 @@ class Step:
     def _is_finite(self) -> bool:
         if not self.options.skip_nonfinite:
             return True
-        gradients = [p.grad for p in chain(*self.variables) if p.grad is not None]
-        numbers = torch.stack([*(g.norm() for g in gradients), *self._losses])
-        finite = bool(numbers.isfinite().all())
+        norms = [p.grad.norm() for p in chain(*self.variables) if p.grad is not None]
+        finite = bool(torch.stack([*norms, *self._losses]).isfinite().all())
         if self.module.trainer.strategy.reduce_boolean_decision(finite, all=True):
             self.skipped = self.skipped[0], 0
             return True

@@ -542,7 +542,7 @@ class TestMiniBatches:
         label = "all data (20 upper and 30 lower samples), in eval mode"
         assert ("evaluated on", label) in certificate.rows()
         assert label in reading(certificate)
-        assert module.certify(batch=BATCH).evaluated_on == "the given batch, in eval mode"
+        assert module.certify(batch=BATCH).evaluated_on == "the given batch (4 upper and 4 lower samples), in eval mode"
 
     def test_a_full_batch_that_is_collated_anew_is_the_same_problem(self, tmp_path: Path) -> None:
         module = Weighting()

@@ -161,7 +161,7 @@ def test_a_parameter_in_no_optimizer_is_told_and_stays() -> None:
     module = Given(lambda m, x: (sgd(x), sgd([m.network.weight])))
     before = module.network.bias.detach().clone()  # type: ignore[union-attr, operator]
     run = Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)
-    with pytest.warns(UserWarning, match="1 parameters of `Given` are in no optimiser"):
+    with pytest.warns(UserWarning, match="1 parameters are in no optimiser of `Given"):
         run.fit(module, loader(batches(3, torch.float32)))
     assert run.global_step == 3
     assert torch.equal(module.network.bias, before)  # type: ignore[arg-type]
