@@ -27,7 +27,7 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.core.curvature import lower_curvature, upper_curvature
 
-FOLDERS = ("core", "solvers", "stochastic", "plugin")
+FOLDERS = ("core", "solvers", "stochastic", "plugin", "mini_batches", "whole_data")
 # What makes a tensor on torch's default device, unless it is told another.
 FACTORIES = {
     "arange",

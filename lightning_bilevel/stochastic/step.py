@@ -167,10 +167,11 @@ class Step:
             if self.options.skip_nonfinite:
                 buffers = chain(self.shadow.buffers, self.shadow.z_buffers)
                 self._before = [(buffer, buffer.clone()) for buffer in buffers], self.tracked
-        before = self.take(variables)
+        before = [] if self.first else self.take(variables)
         add_gradients = self.module.batch_gradients or self.method.add_gradients
         numbers: Numbers = add_gradients(self, batch["lower"], batch["upper"])
-        self.add(variables, before)
+        if before:
+            self.add(variables, before)
         self._losses += numbers[:3]
         # A step does not go on into another epoch.
         last = self.batches + 1 == self.options.accumulate or self.module.trainer.is_last_batch

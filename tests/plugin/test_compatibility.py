@@ -496,7 +496,7 @@ class TestTrainingStep:
                 made = [torch.optim.Adam(self.parameters()) for _ in range(optimizers)]
                 return made[0] if optimizers == 1 else made
 
-        with pytest.raises(MisconfigurationException, match="has parameters of both levels"):
+        with pytest.raises(MisconfigurationException, match="0 with parameters of the upper"):
             fitted(tmp_path, Mine())
 
     def test_automatic_optimization_is_refused(self, tmp_path: Path) -> None:
@@ -542,7 +542,10 @@ class TestMiniBatches:
         label = "all data (20 upper and 30 lower samples), in eval mode"
         assert ("evaluated on", label) in certificate.rows()
         assert label in reading(certificate)
-        assert module.certify(batch=BATCH).evaluated_on == "the given batch (4 upper and 4 lower samples), in eval mode"
+        assert (
+            module.certify(batch=BATCH).evaluated_on
+            == "the given batch (20 upper and 30 lower samples), in eval mode"
+        )
 
     def test_a_full_batch_that_is_collated_anew_is_the_same_problem(self, tmp_path: Path) -> None:
         module = Weighting()
