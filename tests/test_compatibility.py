@@ -46,7 +46,6 @@ from lightning_bilevel import (
     CertificateReport,
     Envelope,
     FullBatchDataModule,
-    IVSPMixin,
     LastCheckpoint,
     OptimizationBudget,
     PenaltyMonitor,
@@ -506,7 +505,7 @@ class TestTrainingStep:
                 made = [torch.optim.Adam(self.parameters()) for _ in range(optimizers)]
                 return made[0] if optimizers == 1 else made
 
-        with pytest.raises(MisconfigurationException, match="has parameters of both levels"):
+        with pytest.raises(MisconfigurationException, match="0 with parameters of the upper"):
             fitted(tmp_path, Mine())
 
     def test_automatic_optimization_is_refused(self, tmp_path: Path) -> None:
@@ -552,7 +551,10 @@ class TestMiniBatches:
         label = "all data (20 upper and 30 lower samples), in eval mode"
         assert ("evaluated on", label) in certificate.rows()
         assert label in reading(certificate)
-        assert module.certify(batch=BATCH).evaluated_on == "the given batch, in eval mode"
+        assert (
+            module.certify(batch=BATCH).evaluated_on
+            == "the given batch (20 upper and 30 lower samples), in eval mode"
+        )
 
     def test_a_full_batch_that_is_collated_anew_is_the_same_problem(self, tmp_path: Path) -> None:
         module = Weighting()

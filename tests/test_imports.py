@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"reading"},
     {"solving"},
     {"checkpoint", "checks", "distributed", "exact", "levels", "logging", "run"},
-    {"plugin"},
+    {"mini_batches", "optimizers", "whole_data"},
     {"module"},
     {"callbacks", "data", "modules"},
     {"cli"},

@@ -22,10 +22,10 @@ from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.logging import log_hyperparameters, log_text, run_folder
+from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StreamInfo
-from lightning_bilevel.stochastic.step import Step
 from lightning_bilevel.table import table
 
 __all__ = ["CertificateMonitor", "CertificateReport", "as_text", "usual_tolerance"]
@@ -289,7 +289,7 @@ class CertificateReport(Counting):
         named = {f"bilevel/{name}": value for name, value in constants.items()}
         log_hyperparameters(trainer, {**pl_module.hparams_initial, **named}, final, step.iteration)
 
-    def _certify(self, pl_module: Any, solver: BilevelOptimizer | Step) -> None:
+    def _certify(self, pl_module: Any, solver: BilevelOptimizer | MiniBatches) -> None:
         self.certificate = self.proved = None
         limits = {"batches": self.batches, "passes": self.passes, "envelope": self.envelope}
         try:
@@ -302,7 +302,9 @@ class CertificateReport(Counting):
             rank_zero_warn(f"There is no certificate: {error}")
 
     @rank_zero_only
-    def _save(self, folder: Path | None, title: str, solver: BilevelOptimizer | Step) -> None:
+    def _save(
+        self, folder: Path | None, title: str, solver: BilevelOptimizer | MiniBatches
+    ) -> None:
         """Save the result, but for a trial run, which has no folder."""
         if folder is None or self.certificate is None:
             return
@@ -330,7 +332,7 @@ def as_text(
     title: str,
     certificate: Certificate | None,
     tally: Tally,
-    solver: BilevelOptimizer | Step,
+    solver: BilevelOptimizer | MiniBatches,
     metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Lay out the result of a run, the reading and advice, and then the certificate."""

@@ -10,10 +10,10 @@ from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from lightning_bilevel.logging import is_logged, log_text, publish
+from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
-from lightning_bilevel.stochastic.step import Step
 
 __all__ = ["Counting", "Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
 
@@ -23,10 +23,10 @@ _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "
 _SHOWN = 30
 
 
-def solver_of(trainer: Trainer) -> BilevelOptimizer | Step:
+def solver_of(trainer: Trainer) -> BilevelOptimizer | MiniBatches:
     """Return the solver of a run, or what stands for it on mini-batches."""
-    stream = cast(Any, trainer.lightning_module).mini_batches
-    return cast(BilevelOptimizer | Step, trainer.optimizers[0] if stream is None else stream.step)
+    run: MiniBatches | None = cast(Any, trainer.lightning_module).mini_batches
+    return cast(BilevelOptimizer, trainer.optimizers[0]) if run is None else run
 
 
 @dataclass(eq=False, repr=False)

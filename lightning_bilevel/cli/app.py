@@ -27,10 +27,10 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.files import write_whole
 from lightning_bilevel.logging import run_folder
-from lightning_bilevel.plugin.whole_data import gathered
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.table import table
+from lightning_bilevel.whole_data import gathered
 
 __all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer"]
 

@@ -23,7 +23,7 @@ from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, loss_slope, nearest_centroid
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
-from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights, mean_gap
+from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights
 from lightning_bilevel.stochastic.step import Numbers, Step
 
 __all__ = ["FewShot"]
@@ -180,11 +180,11 @@ class FewShot(BilevelModule):
             step.weights = method.lagged(step)
         weights: Weights = step.weights
         support, query = self._sets_of(lower), self._sets_of(upper)
-        y, z = self._inner(support, query, weights, method.proximal)
+        y, z = self._inner(support, query, weights, weights.rho)
         f, g_y, g_z = query.loss(y), support.loss(y), support.loss(z)
         step.backward(weights.upper * f + weights.gap * (g_y - g_z))
         if step.first:
-            method.observe(step, partial(mean_gap, step, g_y, g_z), lambda: (y - z).square().sum())
+            method.observe(step, g_y, g_z, lambda: (y - z).square().sum())
         return Numbers(f.detach(), g_y.detach(), g_z.detach(), weights.gap / weights.upper)
 
     def _sets_of(self, batch: Any) -> EpisodeSets:

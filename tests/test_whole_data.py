@@ -80,7 +80,9 @@ class TestCertificate:
         fitted(tmp_path, module, loaders())
         whole = {"upper": samples(20, 1), "lower": samples(30, 2)}
         given = module.certify(batch=whole)
-        assert given.evaluated_on == "the given batch, in eval mode"
+        assert given.evaluated_on == (
+            "the given batch (20 upper and 30 lower samples), in eval mode"
+        )
         assert given.upper == pytest.approx(module.certify().upper, rel=1e-5)
 
     def test_no_trace_is_left_in_the_run(self, tmp_path: Path) -> None:

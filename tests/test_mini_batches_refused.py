@@ -64,26 +64,31 @@ def plateau(module: Any, x: Any) -> Any:
 
 
 TWO_LINES = (
-    r"returns one optimiser per level:\s+return AdamW\(upper_parameters, lr=1e-2\), "
+    r"Each belongs to one level:\s+return AdamW\(upper_parameters, lr=1e-2\), "
     r"AdamW\(lower_parameters, lr=1e-4\)"
 )
+
+
+def alone(upper: int, lower: int) -> str:
+    return f"{upper} with parameters of the upper level alone, {lower} of the lower.*{TWO_LINES}"
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda m, x: sgd(m.network.parameters()), "no optimiser of the upper level.*" + TWO_LINES),
-        (lambda m, x: sgd(x), "no optimiser of the lower level.*" + TWO_LINES),
-        (lambda m, x: sgd([*x, *m.network.parameters()]), "both levels.*" + TWO_LINES),
-        (lambda m, x: [*usual(m, x), sgd([m.constant])], "SGD has parameters of no level"),
-        (lambda m, x: (sgd(x), LBFGS(m.network.parameters())), "steps by `.grad`"),
-        (lambda m, x: (LBFGS(x), sgd(m.network.parameters())), "steps by `.grad`"),
+        (lambda m, x: sgd(m.network.parameters()), "returned SGD: " + alone(0, 1)),
+        (lambda m, x: sgd(x), alone(1, 0)),
+        (lambda m, x: sgd([*x, *m.network.parameters()]), alone(0, 0)),
+        (lambda m, x: [*usual(m, x), sgd([m.constant])], "returned SGD, SGD, SGD: " + alone(1, 1)),
+        (lambda m, x: (sgd(x), LBFGS(m.network.parameters())), r"LBFGS.step\(\) missing .*closure"),
+        (lambda m, x: (LBFGS(x), sgd(m.network.parameters())), r"LBFGS.step\(\) missing .*closure"),
         (lambda m, x: (sgd(x), Lookahead(usual(m, x)[1])), "`Lookahead` wraps another optimiser"),
         (plateau, '`ReduceLROnPlateau` needs a metric: .*"monitor": "val_loss"}'),
     ],
 )
 def test_optimizers(made: Any, message: str) -> None:
-    with pytest.raises((MisconfigurationException, ValueError), match=f"(?s){message}"):
+    refusals = MisconfigurationException, ValueError, TypeError
+    with pytest.raises(refusals, match=f"(?s){message}"):
         fit(made)
 
 
@@ -117,8 +122,8 @@ def test_trainers_and_loaders(options: dict[str, Any], message: str) -> None:
         ({"method": lb.F2SA}, r"`lightning_bilevel.stochastic.F2SA\(\)`; a solver .* `solver=`"),
         ({"method": stochastic.F2SA}, "must be an instance of a method on mini-batches"),
         ({"accumulate": 0}, r"`declare\(accumulate=0\)` must be at least 1"),
-        ({"gradient_clip_val": (1.0, -1.0)}, r"`declare\(gradient_clip_val=-1.0\)` must be pos"),
-        ({"gradient_clip_val": (1.0, 2.0, 3.0)}, "one per level"),
+        ({"gradient_clip_val": (1.0, -1.0)}, r"val=\(1.0, -1.0\)\)` must be a positive number"),
+        ({"gradient_clip_val": (1.0, 2.0, 3.0)}, "one for each level"),
     ],
     ids=lambda v: str(v)[:20],
 )
@@ -156,7 +161,7 @@ def test_a_parameter_in_no_optimizer_is_told_and_stays() -> None:
     module = Given(lambda m, x: (sgd(x), sgd([m.network.weight])))
     before = module.network.bias.detach().clone()  # type: ignore[union-attr, operator]
     run = Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)
-    with pytest.warns(UserWarning, match="1 parameters of the lower level of `Given` are in no"):
+    with pytest.warns(UserWarning, match="1 parameters are in no optimiser of `Given"):
         run.fit(module, loader(batches(3, torch.float32)))
     assert run.global_step == 3
     assert torch.equal(module.network.bias, before)  # type: ignore[arg-type]

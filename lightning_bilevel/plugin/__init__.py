@@ -1,1 +1,0 @@
-"""A run on mini-batches, as Lightning sees it."""
