@@ -45,7 +45,7 @@ class LuMeiMethod(Method[LuMeiState]):
     D: float = positive(10.0)
     max_inner: int = whole(10_000)
 
-    def lr(self, k: int) -> float:
+    def lr_at(self, k: int) -> float:
         return 1 / (2 * (self.L_f + 2 * self.L_g / self.eps))
 
     def step(self, problem: BilevelProblem, s: LuMeiState) -> tuple[LuMeiState, MultiplierInfo]:
