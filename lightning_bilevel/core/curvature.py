@@ -23,6 +23,7 @@ from lightning_bilevel.core.vectors import norm
 __all__ = [
     "coupling",
     "difference_curvature",
+    "difference_length",
     "difference_products",
     "lower_curvature",
     "reachable_envelope",
@@ -173,7 +174,7 @@ def difference_products(
         step: s; None for the cube root of the machine precision, which balances the two errors.
         unit: The unit of y, in which h is measured.
     """
-    h = _length(y, v, step, unit)
+    h = difference_length(y, v, unit, step)
     gap = lower.full_gap(y + h * v, y - h * v)
     return (gap.grad_y - gap.grad_z) / (2 * h), gap.grad_x / (2 * h)
 
@@ -182,12 +183,13 @@ def difference_curvature(
     lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None, unit: float = 1.0
 ) -> Tensor:
     r"""Return :math:`\nabla^2_{yy} g\, v` alone, from two gradients of g(x, .)."""
-    h = _length(y, v, step, unit)
+    h = difference_length(y, v, unit, step)
     return (lower.gradient(y + h * v) - lower.gradient(y - h * v)) / (2 * h)
 
 
-def _length(y: Tensor, v: Tensor, step: float | None, unit: float) -> float:
+def difference_length(y: Tensor, v: Tensor, unit: float = 1.0, step: float | None = None) -> float:
+    """Return the h of :func:`difference_products`."""
     numbers = torch.finfo(y.dtype)
     relative = numbers.eps ** (1 / 3) if step is None else step
-    # For v = 0 both points are y, and the difference is 0.
-    return float(relative * (unit + norm(y)) / max(norm(v), numbers.tiny))
+    # For v = 0 both points are y, and the difference is 0. The square root keeps h finite there.
+    return float(relative * (unit + norm(y)) / max(norm(v), math.sqrt(numbers.tiny)))
