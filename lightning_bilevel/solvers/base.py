@@ -149,6 +149,8 @@ class BilevelOptimizer(Optimizer):
         # The problem of the last step, and the versions of the parameters after it.
         self._problem: BilevelProblem | None = None
         self._versions: list[tuple[int, int]] = []
+        # Their memory: while it is held, no other tensor can have its address.
+        self._held: list[Tensor] = []
 
     @property
     def constants(self) -> Constants:
@@ -237,6 +239,7 @@ class BilevelOptimizer(Optimizer):
         write(self.param_groups, new.x, new.y)
         self.run, self._problem = new, problem
         self._versions = versions(self.param_groups)
+        self._held = [p.detach() for group in self.param_groups for p in group["params"]]
         for group in self.param_groups if info.lr is not None else ():
             group["lr"] = info.lr
         spent = problem.calls - calls
