@@ -98,6 +98,10 @@ class IVSPConstants(Constants):
         if self.q is None:
             object.__setattr__(self, "q", 1 / self.r + 0.01)
 
+    @property
+    def name(self) -> str:
+        return "IVSP"
+
     def warn(self) -> None:
         if self.q <= 1 / self.r:
             warnings.warn(

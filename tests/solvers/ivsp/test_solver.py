@@ -555,6 +555,17 @@ class TestOutsideChanges:
         assert float(step.norm()) == pytest.approx(info.step, rel=1e-6)
         assert info.calls.upper == info.trials + 1
 
+    def test_memory_that_was_swapped_twice_does_not_return(self) -> None:
+        """Its address tells whether the parameter is still that of the last step."""
+        optimizer = IVSP(groups(torch.zeros(1), torch.zeros(10_000)))
+        problem = BilevelProblem(lambda x, y: ((y - 1) ** 2).sum(), lambda x, y: (y**2).sum() / 2)
+        advance(optimizer, problem, 1)
+        (p,) = optimizer.param_groups[1]["params"]
+        address = p.data_ptr()
+        for _ in range(100):
+            p.data = p.detach() + 1.0
+            assert p.data_ptr() != address
+
     def test_writes_through_data_are_refused_at_every_hundredth_step(self) -> None:
         """Torch counts no version for them, so until then the point of the run stands."""
         built = self.problem.build()

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from lightning_bilevel import IVSP, BilevelProblem
 from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.solvers.ivsp.state import State
 
+pytestmark = pytest.mark.filterwarnings("ignore:The inner loop diverged")
 by_name = {problem.name: problem for problem in PROBLEMS}
 STEPS = 24
 
@@ -68,6 +70,11 @@ CASES: dict[str, Case] = {
         by_name["ball"].build,
         by_name["ball"].at(),
         {**paper_constants(by_name["ball"]), "fixed_L": 0.2, "L_init": None},
+    ),
+    "too small L_yy": (
+        by_name["ball"].build,
+        by_name["ball"].at(),
+        {**paper_constants(by_name["ball"]), "L_yy": 1e-3, "rho": 100.0},
     ),
     "own": (by_name["sine"].build, by_name["sine"].at(), own(by_name["sine"])),
     "own, float32": (by_name["flat"].build, by_name["flat"].at(dtype=torch.float32), {}),
@@ -195,6 +202,10 @@ def test_a_checkpoint_is_plain_data_and_the_same_after_a_load(case: Case) -> Non
                 mine["params"][0].copy_(theirs)
         other.load_state_dict(saved)
         assert same(of_run(other), of_run(solver))
+        for field in fields(State) if steps else ():
+            if field.name not in State.UNSAVED:
+                values = (getattr(run, field.name) for run in (other.run, solver.run))
+                assert same(*values), field.name
         assert other.envelope == solver.envelope
         assert other.hyper_parameters == solver.hyper_parameters
 
