@@ -81,7 +81,7 @@ from lightning_bilevel.solvers import PNGBiO as PNGBiO
 from lightning_bilevel.solvers import SolverCallable as SolverCallable
 from lightning_bilevel.solvers import StepInfo as StepInfo
 from lightning_bilevel.solvers import StreamInfo as StreamInfo
-from lightning_bilevel.solvers.schedule import Power as Power
+from lightning_bilevel.solvers.constants import Power as Power
 from lightning_bilevel.solving import Solution as Solution
 from lightning_bilevel.solving import solve as solve
 from lightning_bilevel.version import __version__ as __version__

@@ -3,7 +3,7 @@ r"""Products of the second derivatives of g with a vector, as central difference
 .. math:: \nabla^2 g(x, y)\, v \approx \frac{\nabla g(x, y + h v) - \nabla g(x, y - h v)}{2 h},
     \qquad h = s\, (1 + \|y\|) / \|v\|
 
-They are for functions that torch cannot differentiate twice. Their error is of the order of
+Lengths are in the unit of y. They are for functions that torch cannot differentiate twice. Their error is of the order of
 :math:`s^2`, plus that of rounding over s. Both points may lie outside Y.
 
 Double differentiation finds out about such a function, with one exception: if it is marked
@@ -23,7 +23,7 @@ __all__ = ["difference_curvature", "difference_products"]
 
 
 def difference_products(
-    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None
+    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None, unit: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\nabla^2_{yy} g\, v` and :math:`\nabla^2_{xy} g\, v`, counted as a gap.
 
@@ -32,22 +32,23 @@ def difference_products(
         y: The point.
         v: The vector.
         step: s; None for the cube root of the machine precision, which balances the two errors.
+        unit: The unit of y, in which h is measured.
     """
-    h = _length(y, v, step)
+    h = _length(y, v, step, unit)
     gap = lower.full_gap(y + h * v, y - h * v)
     return (gap.grad_y - gap.grad_z) / (2 * h), gap.grad_x / (2 * h)
 
 
 def difference_curvature(
-    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None
+    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None, unit: float = 1.0
 ) -> Tensor:
     r"""Return :math:`\nabla^2_{yy} g\, v` alone, from two gradients of g(x, .)."""
-    h = _length(y, v, step)
+    h = _length(y, v, step, unit)
     return (lower.gradient(y + h * v) - lower.gradient(y - h * v)) / (2 * h)
 
 
-def _length(y: Tensor, v: Tensor, step: float | None) -> float:
+def _length(y: Tensor, v: Tensor, step: float | None, unit: float) -> float:
     numbers = torch.finfo(y.dtype)
     relative = numbers.eps ** (1 / 3) if step is None else step
     # For v = 0 both points are y, and the difference is 0.
-    return float(relative * (1.0 + norm(y)) / max(norm(v), numbers.tiny))
+    return float(relative * (unit + norm(y)) / max(norm(v), numbers.tiny))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 __all__ = [
@@ -76,14 +76,13 @@ class Constants:
     def plain(self) -> dict[str, Any]:
         """Return the constants as plain values, from which a checkpoint makes them again."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {
-            k: tuple(asdict(v).values()) if isinstance(v, Power) else v for k, v in given.items()
-        }
+        return {k: astuple(v) if isinstance(v, Power) else v for k, v in given.items()}
 
 
-def positive(default: float | None) -> Any:
-    """Declare a number above 0, or None if that is the default."""
-    return _number(default, lambda v: v > 0, "positive and finite")
+def positive(default: float | None, most: float = math.inf) -> Any:
+    """Declare a number above 0 and at most ``most``, or None if that is the default."""
+    words = "finite" if most == math.inf else f"at most {most:g}"
+    return _number(default, lambda v: 0 < v <= most, f"positive and {words}")
 
 
 def nonnegative(default: float | None) -> Any:

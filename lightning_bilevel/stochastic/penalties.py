@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.solvers.schedule import Power
+from lightning_bilevel.solvers.constants import Power
 from lightning_bilevel.stochastic.step import Method, Numbers, Step, wide
 
 __all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights", "mean_gap"]
@@ -112,7 +112,7 @@ class F2SA(Penalty):
 
     Args:
         multiplier: :math:`\lambda_k`, a number or a
-            :class:`~lightning_bilevel.solvers.schedule.Power` of the step.
+            :class:`~lightning_bilevel.solvers.constants.Power` of the step.
 
     References:
         Kwon, Kwon, Wright, Nowak: A Fully First-Order Method for Stochastic Bilevel Optimization.
