@@ -122,13 +122,19 @@ class InUnit:
         return self.base.normal_cone_distance(self.unit * v, gradient)
 
 
+def in_unit(base: ConvexSet, unit: float) -> ConvexSet:
+    return (
+        Box(base.lower / unit, base.upper / unit) if isinstance(base, Box) else InUnit(base, unit)
+    )
+
+
 def in_units(problem: Problem, upper: float, lower: float) -> BilevelProblem:
     """The problem in the variables u and v with x = upper * u and y = lower * v."""
     return BilevelProblem(
         lambda u, v: problem.f(upper * u, lower * v),
         lambda u, v: problem.g(upper * u, lower * v),
-        InUnit(problem.upper_set, upper),
-        InUnit(problem.lower_set, lower),
+        in_unit(problem.upper_set, upper),
+        in_unit(problem.lower_set, lower),
     )
 
 
