@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PROBLEMS, Problem, exact_residuals, groups, in_units, point_of
-from records import same
+from records import same, timeless
 from tables import (
     SOLVERS,
     Solver,
@@ -55,13 +55,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     read: dict[str, Any] = torch.load(file, weights_only=True)
     return read
-
-
-def timeless(optimizer: BilevelOptimizer) -> dict[str, Any]:
-    """The state but its time."""
-    state = optimizer.state_dict()
-    state["state"]["progress"]["optimization_time"] = None
-    return state
 
 
 def leaves(value: Any) -> list[Any]:
