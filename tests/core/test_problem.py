@@ -6,10 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from graphs import CountedPart
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
@@ -369,70 +370,48 @@ def test_a_gap_takes_a_gradient_that_is_known(
     assert_equal(gap, build().at(x).gap(y, z))
 
 
-class Held(torch.autograd.Function):
-    """The identity, whose node in a graph holds a token: it dies with the graph."""
-
-    tokens: ClassVar[list[weakref.ref[Any]]] = []
-
-    @staticmethod
-    def forward(context: Any, v: Tensor) -> Tensor:
-        context.token = type("Token", (), {})()
-        Held.tokens.append(weakref.ref(context.token))
-        return v.clone()
-
-    @staticmethod
-    def backward(context: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
-        return slope
-
-
-def alive() -> int:
-    """How many graphs of features or outputs are held."""
-    Held.tokens[:] = [token for token in Held.tokens if token() is not None]
-    return len(Held.tokens)
-
-
 class TestHandles:
     """A handle holds what was computed at its x or y until it is released or dropped."""
 
     @pytest.fixture(autouse=True)
     def _at_once(self) -> Iterator[None]:
         """Without the garbage collector."""
-        Held.tokens.clear()
         gc.disable()
         yield
         gc.enable()
 
     def test_of_x_holds_features_until_it_is_released(self) -> None:
         x, y, z = point()
-        part, seen = counted(lambda x: Held.apply(features(x)))
+        part = CountedPart(features)
         lower = BilevelProblem(f, loss_of_features, features=part).at(x)
-        assert (len(seen), alive()) == (0, 0)
+        assert (part.calls, part.alive) == (0, 0)
         lower.gradient(z)
-        assert (len(seen), alive()) == (1, 1)
+        assert (part.calls, part.alive) == (1, 1)
         first = lower.gap(y, z)  # uses up the graph
-        assert (len(seen), alive()) == (1, 0)
+        assert (part.calls, part.alive) == (1, 0)
         lower.gradient(z)
-        assert len(seen) == 1
+        assert part.calls == 1
         lower.release()
         lower.gradient(z)
-        assert (len(seen), alive()) == (2, 1)
+        assert (part.calls, part.alive) == (2, 1)
         lower.release()
-        assert alive() == 0
+        assert part.alive == 0
         assert_equal(lower.gap(y, z), first)
 
     def test_of_y_holds_outputs_until_it_is_released(self) -> None:
         x, y, z = point()
-        problem = BilevelProblem(f, loss_of_outputs, outputs=lambda y: Held.apply(outputs(y)))
+        part = CountedPart(outputs)
+        problem = BilevelProblem(f, loss_of_outputs, outputs=part)
         at_y, at_z = LowerPoint(y), LowerPoint(z)
         first = problem.at(x).gap(at_y, at_z)
-        assert alive() == 2
+        assert part.alive == 2
         at_y.release()
-        assert alive() == 1
+        assert part.alive == 1
         assert_equal(problem.at(x).gap(at_y, at_z), first)
         del at_y, at_z
-        assert alive() == 0
+        assert part.alive == 0
         problem.at(x).gap(y, z)  # tensors: nothing is kept
-        assert alive() == 0
+        assert part.alive == 0
 
     def test_die_with_their_holder_and_not_with_their_problem(self) -> None:
         x, _, z = point()
