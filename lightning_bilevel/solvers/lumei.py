@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LuMeiMethod(Method[LuMeiState]):
         feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
         # The saddle problem is solved in w = (x, y, z), each in its unit.
         scaled, size_u = s.metric.scaled, sizes[0] + sizes[1]
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
 
         def F(w: Tensor) -> Tensor:
             x, y, z = torch.split(scaled(w, 1), sizes)
@@ -85,12 +85,7 @@ class LuMeiMethod(Method[LuMeiState]):
                 f"LuMei ended outer iterations at the cap `max_inner={self.max_inner}`.",
                 stacklevel=5,
             )
-        info = MultiplierInfo(
-            upper=values["upper"],
-            lower=values["lower"],
-            inner_iterations=first + steps,
-            multiplier=rho,
-        )
+        info = MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
         return s.after(x, y, z=z, z_first=z_first), info
 
 
