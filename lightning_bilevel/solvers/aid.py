@@ -83,12 +83,8 @@ class AIDMethod(Method[AdjointState]):
         _, xy = products(here, y, v, self.products, unit)
         x = problem.upper_set.project(s.x - s.rate_x(alpha) * (f.grad_x - xy))
         kept = v if self.warm_start and self.linear_solver != "neumann" else None
-        info = AdjointInfo(
-            upper=f.value,
-            lower=lower,
-            inner_iterations=self.T,
-            indefinite=curvature is not None,
-        )
+        bent = curvature is not None
+        info = AdjointInfo(upper=f.value, lower=lower, inner_iterations=self.T, indefinite=bent)
         return s.after(x, y, v=kept, indefinite=warned), info
 
 

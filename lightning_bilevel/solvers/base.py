@@ -105,7 +105,7 @@ class Method(Constants, ABC, Generic[S]):
             # Method[S]
             cls.state_type = next(iter(get_args(of)), cls.state_type)
 
-    def lr(self, k: int) -> float:
+    def lr_at(self, k: int) -> float:
         """Return the step size of x in iteration k, which loggers show: the first constant."""
         first = getattr(self, fields(self)[0].name)
         return float(first.at(k) if isinstance(first, Power) else first)
@@ -155,7 +155,7 @@ class BilevelOptimizer(Optimizer):
         self.method.warn()
         groups = params.parameter_groups() if hasattr(params, "parameter_groups") else params
         levels = check_levels(type(self).__name__, groups)
-        super().__init__(levels, {"unit": 1.0, "lr": self.method.lr(0)})
+        super().__init__(levels, {"unit": 1.0, "lr": self.method.lr_at(0)})
         self.progress = Progress()
         self.run: Any = None
         # The problem of the last step, and the versions of the parameters after it.
@@ -249,7 +249,7 @@ class BilevelOptimizer(Optimizer):
         write(self.param_groups, new.x, new.y)
         self.run, self._problem = new, problem
         self._versions = versions(self.param_groups)
-        lr = self.method.lr(state.k) if info.lr is None else info.lr
+        lr = self.method.lr_at(state.k) if info.lr is None else info.lr
         for group in self.param_groups:
             group["lr"] = lr
         spent = problem.calls - calls

@@ -37,7 +37,7 @@ class F2SAMethod(Method[F2SAState]):
     T: int = whole(1)
     multiplier: Literal["growing", "constant"] = choice("growing", "growing", "constant")
 
-    def lr(self, k: int) -> float:
+    def lr_at(self, k: int) -> float:
         return self.xi * self.alpha.at(k)
 
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> F2SAState:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.differences import difference_length
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
@@ -47,7 +47,7 @@ class HJFBiOMethod(Method[HJFBiOState]):
 
     def step(self, problem: BilevelProblem, s: HJFBiOState) -> tuple[HJFBiOState, StepInfo]:
         v, unit, here = s.v, s.units[1], problem.at(s.x)
-        delta = _distance(s.y, v, unit) if self.delta is None else self.delta
+        delta = difference_length(s.y, v, unit) if self.delta is None else self.delta
         lower, g_y = here.value_and_gradient(s.y)
         probes = here.full_gap(s.y + delta * v, s.y - delta * v)
         f = problem.upper(s.x, s.y)
@@ -70,15 +70,6 @@ class HJFBiOMethod(Method[HJFBiOState]):
             )
         info = StepInfo(upper=f.value, lower=lower, inner_iterations=1)
         return s.after(x, y, v=v, on_sphere=s.on_sphere or outside), info
-
-
-def _distance(y: Tensor, v: Tensor, unit: float) -> float:
-    r"""Return delta with :math:`\|\delta v\| = \sqrt[3]{u} (1 + \|y\|)` in the unit of y."""
-    numbers = torch.finfo(y.dtype)
-    # The square root keeps delta finite where v is 0.
-    return float(
-        numbers.eps ** (1 / 3) * (1 + norm(y) / unit) / max(norm(v) / unit, math.sqrt(numbers.tiny))
-    )
 
 
 def _held(lower_set: ConvexSet, y: Tensor, slope: Tensor) -> Tensor | None:

@@ -52,12 +52,8 @@ class SOBAMethod(Method[AdjointState]):
         x = problem.upper_set.project(s.x - s.rate_x(alpha) * (f.grad_x - xy))
         y = problem.lower_set.project(u)
         v = face.tangent(v - beta * (Av - f.grad_y))
-        info = AdjointInfo(
-            upper=f.value,
-            lower=lower,
-            inner_iterations=1,
-            indefinite=curvature is not None,
-        )
+        bent = curvature is not None
+        info = AdjointInfo(upper=f.value, lower=lower, inner_iterations=1, indefinite=bent)
         return s.after(x, y, v=v, indefinite=warned), info
 
 

@@ -32,7 +32,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
     state_type: ClassVar[type[State]] = State
     penalised: ClassVar[bool] = True
 
-    def lr(self, k: int) -> float:
+    def lr_at(self, k: int) -> float:
         return 0.0
 
     def in_use(self, s: State | None) -> IVSPConstants:
