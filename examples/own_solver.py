@@ -42,8 +42,9 @@ class HeavyBallMethod(Method[Moving]):
     inner: int = whole(5)
 
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> Moving:
-        speeds = {"speed_x": torch.zeros_like(x), "speed_y": torch.zeros_like(y)}
-        return Moving(x=x, y=y, units=units, z=y, **speeds)
+        return Moving(
+            x=x, y=y, units=units, z=y, speed_x=torch.zeros_like(x), speed_y=torch.zeros_like(y)
+        )
 
     def step(self, problem: BilevelProblem, s: Moving) -> tuple[Moving, StepInfo]:
         lower, z = problem.at(s.x), s.z

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,38 +59,33 @@ class LuMeiMethod(Method[LuMeiState]):
         sizes = [s.x.numel(), y.numel(), y.numel()]
         feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
         # The saddle problem is solved in w = (x, y, z), each in its unit.
-        unit = torch.cat([s.x.new_full((n,), s.units[i > 0]) for i, n in enumerate(sizes)])
-        size_u = sizes[0] + sizes[1]
-        values: dict[str, float] = {}
+        scaled, size_u = s.metric.scaled, sizes[0] + sizes[1]
+        values: dict[str, Any] = {}
 
         def F(w: Tensor) -> Tensor:
-            x, y, z = torch.split(w * unit, sizes)
+            x, y, z = torch.split(scaled(w, 1), sizes)
             f = problem.upper(x, y)
             gap = problem.at(x).full_gap(y, z)
             values.update(upper=f.value, lower=gap.value_y)
             slopes = [f.grad_x + rho * gap.grad_x, f.grad_y + rho * gap.grad_y, rho * gap.grad_z]
             # The gradients of L_h |u - u^k|^2 and s_z/2 |z - z^0|^2.
             pulls = torch.cat([2 * L_h * (w - start)[:size_u], s_z * (w - anchor)[size_u:]])
-            return torch.cat(slopes) * unit + pulls
+            return scaled(torch.cat(slopes), 1) + pulls
 
-        start, anchor = (torch.cat([s.x, y, v]) / unit for v in (z, z_first))
-        saddle = Saddle(
-            F, lambda w: feasible.project(w * unit) / unit, size_u, L_h, s_z, 3 * L_h + s_z
-        )
+        def project(w: Tensor) -> Tensor:
+            return scaled(feasible.project(scaled(w, 1)), -1)
+
+        start, anchor = (scaled(torch.cat([s.x, y, v]), -1) for v in (z, z_first))
+        saddle = Saddle(F, project, size_u, L_h, s_z, 3 * L_h + s_z)
         w, residual, steps = solve_saddle(saddle, start, accuracy, self.max_inner)
-        x, y, z = (part.clone() for part in torch.split(w * unit, sizes))
+        x, y, z = (part.clone() for part in torch.split(scaled(w, 1), sizes))
         if residual > accuracy:
             # Python shows the same warning once.
             warnings.warn(
                 f"LuMei ended outer iterations at the cap `max_inner={self.max_inner}`.",
                 stacklevel=5,
             )
-        info = MultiplierInfo(
-            upper=values["upper"],
-            lower=values["lower"],
-            inner_iterations=first + steps,
-            multiplier=rho,
-        )
+        info = MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
         return s.after(x, y, z=z, z_first=z_first), info
 
 

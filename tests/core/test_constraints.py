@@ -72,14 +72,6 @@ def test_none_cost_nothing() -> None:
     assert problem.calls == Calls()
 
 
-def test_in_units_they_follow_the_chain_rule() -> None:
-    residuals = made().in_units(2.0, 0.5).residuals(X / 2.0, Y / 0.5)
-    assert residuals.values == pytest.approx(VALUES)
-    scale = torch.tensor([2.0, 2.0, 0.5, 0.5, 0.5], dtype=torch.float64)
-    for got, expected in zip(residuals.gradients, GRADIENTS, strict=True):
-        torch.testing.assert_close(got, scale * torch.tensor(expected, dtype=torch.float64))
-
-
 def test_chunks_are_added() -> None:
     halves = [
         lambda x, y, share=share: torch.stack([share * product(x, y), share * budget(x, y)])
