@@ -11,7 +11,7 @@ from lightning_bilevel.core.vectors import dot
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import choice, positive, whole
 from lightning_bilevel.solvers.descent import descend
-from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["BOME", "BOMEMethod"]
 
@@ -29,7 +29,7 @@ class BOMEMethod(Method[State]):
     T: int = whole(10)
     barrier: Literal["gradient", "value"] = choice("gradient", "gradient", "value")
 
-    def step(self, problem: BilevelProblem, s: State) -> tuple[State, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, StepInfo]:
         here, at_y = problem.at(s.x), LowerPoint(s.y)
         inner = descend(here, at_y, s.rate_y(self.alpha), self.T, problem.lower_set)
         f = problem.upper(s.x, s.y)
@@ -43,9 +43,7 @@ class BOMEMethod(Method[State]):
         weight = max((phi - product) / (square + _GUARD), 0.0)
         x = problem.upper_set.project(s.x - s.rate_x(self.xi) * (f.grad_x + weight * q.grad_x))
         y = problem.lower_set.project(s.y - s.rate_y(self.xi) * (f.grad_y + weight * q.grad_y))
-        info = MultiplierInfo(
-            upper=f.value, lower=q.value_y, inner_iterations=self.T, multiplier=weight
-        )
+        info = StepInfo(upper=f.value, lower=q.value_y, inner_iterations=self.T, multiplier=weight)
         return s.after(x, y), info
 
 

@@ -13,7 +13,7 @@ from lightning_bilevel.core.prox import slope_of_psi
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Units
 from lightning_bilevel.solvers.constants import choice, positive, whole
-from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["F2BA", "F2BAMethod"]
 
@@ -55,7 +55,7 @@ class F2BAMethod(Method[F2BAState]):
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> F2BAState:
         return F2BAState(x=x, y=y, units=units, z=y)
 
-    def step(self, problem: BilevelProblem, s: F2BAState) -> tuple[F2BAState, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: F2BAState) -> tuple[F2BAState, StepInfo]:
         sigma, central = self.sigma, self.difference == "central"
         here, tau = problem.at(s.x), s.rate_y(self.tau)
         y, z, upper = s.y, s.z, 0.0
@@ -90,7 +90,7 @@ class F2BAMethod(Method[F2BAState]):
         centers = None
         if self.rho is not None and self.beta < 1:
             centers = (z_bar + self.beta * (z - z_bar), y_bar + self.beta * (y - y_bar))
-        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=self.K, multiplier=weight)
+        info = StepInfo(upper=upper, lower=lower, inner_iterations=self.K, multiplier=weight)
         return s.after(x, y, z=z, centers=centers), info
 
 

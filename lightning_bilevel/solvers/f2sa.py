@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Units
 from lightning_bilevel.solvers.constants import Power, choice, positive, schedule, whole
-from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["F2SA", "F2SAMethod"]
 
@@ -43,7 +43,7 @@ class F2SAMethod(Method[F2SAState]):
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> F2SAState:
         return F2SAState(x=x, y=y, units=units, z=y)
 
-    def step(self, problem: BilevelProblem, s: F2SAState) -> tuple[F2SAState, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: F2SAState) -> tuple[F2SAState, StepInfo]:
         k, Y, here = s.k, problem.lower_set, problem.at(s.x)
         alpha, gamma = self.alpha.at(k), s.rate_y(self.gamma.at(k))
         weight = self.lambda0
@@ -58,7 +58,7 @@ class F2SAMethod(Method[F2SAState]):
         lower, gap_x = here.gap_x(y, z)
         d_x = problem.upper_x(s.x, y) + weight * gap_x
         x = problem.upper_set.project(s.x - s.rate_x(self.xi * alpha) * d_x)
-        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=self.T, multiplier=weight)
+        info = StepInfo(upper=upper, lower=lower, inner_iterations=self.T, multiplier=weight)
         return s.after(x, y, z=z), info
 
 

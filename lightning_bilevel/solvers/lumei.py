@@ -17,7 +17,7 @@ from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import positive, whole
-from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["LuMei", "LuMeiMethod", "Saddle", "solve_saddle"]
 
@@ -48,7 +48,7 @@ class LuMeiMethod(Method[LuMeiState]):
     def lr_at(self, k: int) -> float:
         return 1 / (2 * (self.L_f + 2 * self.L_g / self.eps))
 
-    def step(self, problem: BilevelProblem, s: LuMeiState) -> tuple[LuMeiState, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: LuMeiState) -> tuple[LuMeiState, StepInfo]:
         eps, L_g = self.eps, self.L_g
         rho, s_z, L_h = 1 / eps, eps / (2 * self.D), self.L_f + 2 * L_g / eps
         accuracy = eps**1.5 / (s.k + 1)
@@ -85,7 +85,7 @@ class LuMeiMethod(Method[LuMeiState]):
                 f"LuMei ended outer iterations at the cap `max_inner={self.max_inner}`.",
                 stacklevel=5,
             )
-        info = MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
+        info = StepInfo(**values, inner_iterations=first + steps, multiplier=rho)
         return s.after(x, y, z=z, z_first=z_first), info
 
 

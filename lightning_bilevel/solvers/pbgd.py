@@ -12,7 +12,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import Power, positive, schedule, whole
 from lightning_bilevel.solvers.descent import descend
-from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["VPBGD", "PBGDFree", "PBGDFreeMethod", "VPBGDMethod"]
 
@@ -44,7 +44,7 @@ class VPBGDMethod(Method[VPBGDState]):
     T: int = whole(1)
     restart: bool = True
 
-    def step(self, problem: BilevelProblem, s: VPBGDState) -> tuple[VPBGDState, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: VPBGDState) -> tuple[VPBGDState, StepInfo]:
         gamma, here, at_y = self.gamma.at(s.k), problem.at(s.x), LowerPoint(s.y)
         start = at_y if s.w is None else s.w
         inner = descend(here, start, s.rate_y(self.beta), self.T, problem.lower_set)
@@ -53,9 +53,7 @@ class VPBGDMethod(Method[VPBGDState]):
         d_x, d_y = f.grad_x + gamma * gap.grad_x, f.grad_y + gamma * gap.grad_y
         x = problem.upper_set.project(s.x - s.rate_x(self.alpha) * d_x)
         y = problem.lower_set.project(s.y - s.rate_y(self.alpha) * d_y)
-        info = MultiplierInfo(
-            upper=f.value, lower=gap.value_y, inner_iterations=self.T, multiplier=gamma
-        )
+        info = StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=self.T, multiplier=gamma)
         return s.after(x, y, w=None if self.restart else inner.end), info
 
 

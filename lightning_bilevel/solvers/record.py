@@ -14,7 +14,6 @@ from lightning_bilevel.core.problem import Calls
 
 __all__ = [
     "AdjointInfo",
-    "MultiplierInfo",
     "PenaltyInfo",
     "Progress",
     "StepInfo",
@@ -61,11 +60,14 @@ class StepInfo:
         passes: Forward and backward passes since the start of the run. One over a sample of the
             data counts as its share of all data.
         optimization_time: Seconds spent in the solver since the start of the run.
+        multiplier: The weight of the gap g(x, y) - g(x, z) in this iteration; nan for a method
+            without an inner variable z.
     """
 
     upper: float
     lower: float
     inner_iterations: int
+    multiplier: float = math.nan
     lr: float | None = None
     iteration: int = 0
     step: float = math.nan
@@ -78,6 +80,7 @@ class StepInfo:
         "upper",
         "lower",
         "step",
+        "multiplier",
         "inner_iterations",
         "optimization_time",
     )
@@ -142,19 +145,6 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiplierInfo(StepInfo):
-    """The record of a method that weights the gap g(x, y) - g(x, z) of its inner variable z.
-
-    Attributes:
-        multiplier: The weight of the gap in this iteration.
-    """
-
-    multiplier: float
-
-    LOGGED: ClassVar[tuple[str, ...]] = (*StepInfo.LOGGED, "multiplier")
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdjointInfo(StepInfo):
     """The record of a method that solves a linear system with the second derivative of g.
 
@@ -173,28 +163,20 @@ class StreamInfo(StepInfo):
 
     Attributes:
         gap: g(x, y) - g(x, z) on the batch; nan for a method without an inner variable z.
-        multiplier: The weight of the gap in this step, likewise.
         skipped: How many batches so far were left out because they were not finite.
     """
 
     gap: float = math.nan
-    multiplier: float = math.nan
     skipped: int = 0
 
-    LOGGED: ClassVar[tuple[str, ...]] = (
-        "upper",
-        "lower",
-        "gap",
-        "multiplier",
-        "skipped",
-        "inner_iterations",
-        "optimization_time",
-    )
+    LOGGED: ClassVar[tuple[str, ...]] = (*StepInfo.LOGGED, "gap", "skipped")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyInfo(StepInfo):
     r"""The record of a method with a line search on a smoothed penalty function.
+
+    Its multiplier is :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
 
     Attributes:
         residual: :math:`\tilde R^{k+1}`, the relaxed Moreau gap at the new point, or a larger
@@ -202,7 +184,6 @@ class PenaltyInfo(StepInfo):
         mu: :math:`\mu_k`, the smoothing.
         zeta: :math:`\zeta_{k+1}`, the accuracy of the Moreau evaluation at the new point.
         gamma: :math:`\gamma_k`, the inverse penalty.
-        multiplier: :math:`\tilde\lambda_{k+1} = \phi'_{\mu_k}(\tilde R^{k+1}) / \gamma_k`.
         penalty_updated: Whether this iteration strengthened the penalty.
         penalty_updates: How often the penalty was strengthened so far, :math:`t_{k+1}`.
         trials: Trials of the line search.
@@ -220,7 +201,6 @@ class PenaltyInfo(StepInfo):
     mu: float
     zeta: float
     gamma: float
-    multiplier: float
     penalty_updated: bool
     penalty_updates: int
     trials: int
@@ -238,7 +218,6 @@ class PenaltyInfo(StepInfo):
         "mu",
         "gamma",
         "penalty_updates",
-        "multiplier",
         "trials",
     )
     SHOWN: ClassVar[tuple[str, ...]] = ("upper", "residual", "gamma")

@@ -12,7 +12,7 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, Units
 from lightning_bilevel.solvers.constants import choice, nonnegative, positive, whole
 from lightning_bilevel.solvers.descent import AheadState, descend
-from lightning_bilevel.solvers.record import MultiplierInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["SLM", "SLMMethod"]
 
@@ -55,7 +55,7 @@ class SLMMethod(Method[SLMState]):
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> SLMState:
         return SLMState(x=x, y=y, units=units, multiplier=float(self.lambda0))
 
-    def step(self, problem: BilevelProblem, s: SLMState) -> tuple[SLMState, MultiplierInfo]:
+    def step(self, problem: BilevelProblem, s: SLMState) -> tuple[SLMState, StepInfo]:
         inner_step, dual_step, damping = self.gamma, self.tau, 0.0
         if self.dual == "damped":
             # In this reading gamma and tau belong to the multiplier.
@@ -72,9 +72,7 @@ class SLMMethod(Method[SLMState]):
         there = problem.at(x)
         lower = there.value(y)
         slack = lower - there.value(z) - self.delta
-        info = MultiplierInfo(
-            upper=f.value, lower=lower, inner_iterations=self.T, multiplier=weight
-        )
+        info = StepInfo(upper=f.value, lower=lower, inner_iterations=self.T, multiplier=weight)
         new = s.after(
             x,
             y,

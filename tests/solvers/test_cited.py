@@ -30,7 +30,7 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.solvers.hjfbio import _held
 from lightning_bilevel.solvers.lumei import Saddle, solve_saddle
-from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
+from lightning_bilevel.solvers.record import StepInfo
 
 Make = Any
 closed_forms = pytest.mark.parametrize("problem", CLOSED_FORMS, ids=str)
@@ -148,7 +148,7 @@ def test_record_holds_the_values_where_they_were_last_evaluated(
 @pytest.mark.parametrize(("name", "weight"), [("forward", 2.0), ("central", 1.0), ("prox", 2.0)])
 def test_multiplier_is_the_weight_of_the_gap(name: str, weight: float) -> None:
     _, info = by_hand(name)
-    assert isinstance(info, MultiplierInfo)
+    assert isinstance(info, StepInfo)
     assert info.multiplier == weight
 
 

@@ -12,14 +12,13 @@ from places import ROOT
 
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.solvers.record import (
-    MultiplierInfo,
     PenaltyInfo,
     StepInfo,
     StreamInfo,
     tag_of,
 )
 
-RECORDS = (StepInfo, MultiplierInfo, PenaltyInfo, StreamInfo)
+RECORDS = (StepInfo, PenaltyInfo, StreamInfo)
 
 
 @pytest.mark.parametrize("record", RECORDS)

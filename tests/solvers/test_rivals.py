@@ -23,7 +23,7 @@ from lightning_bilevel.solvers.constants import Power
 from lightning_bilevel.solvers.f2sa import F2SA
 from lightning_bilevel.solvers.meha import MEHA, PNGBiO
 from lightning_bilevel.solvers.pbgd import VPBGD
-from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
+from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.slm import SLM
 
 Array = NDArray[np.float64]
@@ -174,7 +174,7 @@ def test_record_holds_the_values_where_they_were_last_evaluated(
 )
 def test_multiplier_is_logged_and_left_out_of_the_certificate(name: str, multiplier: float) -> None:
     optimizer, _, _, info = by_hand(name)
-    assert isinstance(info, MultiplierInfo)
+    assert isinstance(info, StepInfo)
     assert info.metrics()["bilevel/multiplier"] == pytest.approx(multiplier, rel=1e-7)
     # The certificate's multiplier is one of the Moreau gap, these are of the value-function gap.
     assert optimizer.multiplier is None
