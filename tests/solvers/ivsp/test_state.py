@@ -280,6 +280,27 @@ def test_a_loaded_state_on_other_data_is_evaluated_anew(changed: str) -> None:
     assert info.calls.gap == info.trials + (1 if changed == "f" else 2)
 
 
+@pytest.mark.parametrize("name", ["paper", "own"])
+def test_on_more_data_the_run_goes_on_and_the_theorem_counts_anew(name: str) -> None:
+    one, sample = made(CASES[name])
+    sample.share = (0.5, 0.5)
+    advance(one, sample, 10)
+    assert one.proved is None  # it is about all data
+    before = one.run
+    one.problem_changed()
+    anew = {"theorem": before.theorem.restart(10), "excess": 0.0, "weight": 1.0}
+    for field in fields(State):
+        expected = anew.get(field.name, getattr(before, field.name))
+        assert same(getattr(one.run, field.name), expected) or field.name == "point"
+    whole = CASES[name][0]()
+    (first,) = advance(one, whole, 1)
+    assert first.calls.upper == first.trials + 1  # the point is evaluated on the new data
+    assert first.iteration == 11
+    advance(one, whole, 5)
+    assert one.proved is not None
+    assert one.proved.iteration > 10
+
+
 def test_the_parameters_may_be_written_after_a_load() -> None:
     """A checkpoint of Lightning restores the module first; a script may do it last."""
     one, problem = made(CASES["own"])
