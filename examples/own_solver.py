@@ -1,8 +1,8 @@
-"""Your own solver in 40 lines: a penalty method with momentum.
+"""Your own solver in 50 lines: a penalty method with momentum.
 
-You write `advance`, one outer iteration on flat vectors. The solver then works with every problem
-and module of the library, and is logged, certified and compared like the others. It resumes bit for
-bit, because its state is in `self.memory`.
+You write `step`, one outer iteration on flat vectors: a function of the problem and the state. The
+solver then works with every problem and module of the library, and is logged, certified and
+compared like the others. It resumes bit for bit, because all that it remembers is in its state.
 
 Run: python examples/own_solver.py
 """
@@ -10,57 +10,63 @@ Run: python examples/own_solver.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_bilevel import MEHA, BilevelOptimizer, BilevelProblem, Box, Envelope, StepInfo, solve
+from lightning_bilevel.solvers.base import Method, State, Units
+from lightning_bilevel.solvers.constants import nonnegative, positive, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving(State):
+    """x, y and their units are in a State; these are its own: tensors and plain values."""
+
+    z: Tensor
+    speed_x: Tensor
+    speed_y: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyBallMethod(Method[Moving]):
+    """The constants, each with its condition, and the step. The first one is the step size of x."""
+
+    lr: float = positive(0.02)
+    momentum: float = nonnegative(0.9)
+    penalty: float = positive(20.0)
+    inner: int = whole(5)
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> Moving:
+        return Moving(
+            x=x, y=y, units=units, z=y, speed_x=torch.zeros_like(x), speed_y=torch.zeros_like(y)
+        )
+
+    def step(self, problem: BilevelProblem, s: Moving) -> tuple[Moving, StepInfo]:
+        lower, z = problem.at(s.x), s.z
+        for _ in range(self.inner):
+            z = problem.lower_set.project(z - s.rate_y(self.lr) * lower.gradient(z))
+        f = problem.upper(s.x, s.y)  # the value and both gradients, in one pass
+        gap = lower.gap(s.y, z)  # likewise
+        rate = self.lr / (1 + self.penalty)
+        d_x, d_y = f.grad_x + self.penalty * gap.grad_x, f.grad_y + self.penalty * gap.grad_y
+        # A level may be measured in a unit: `rate_x` and `rate_y` know it.
+        speed_x = self.momentum * s.speed_x - s.rate_x(rate) * d_x
+        speed_y = self.momentum * s.speed_y - s.rate_y(rate) * d_y
+        x = problem.upper_set.project(s.x + speed_x)
+        y = problem.lower_set.project(s.y + speed_y)
+        info = StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=self.inner)
+        return s.after(x, y, z=z, speed_x=speed_x, speed_y=speed_y), info
 
 
 class HeavyBall(BilevelOptimizer):
     """Momentum steps on f + penalty * (g(x, y) - g(x, z)), where z descends on g(x, .)."""
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        lr: float = 0.02,
-        momentum: float = 0.9,
-        penalty: float = 20.0,
-        inner: int = 5,
-    ) -> None:
-        # Hyper-parameters are stored in param_groups, which checkpoints contain.
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "penalty": penalty, "inner": inner}
-        )
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        c = self.constants
-        memory = self.memory
-        lower = problem.at(x)
-        z = memory.get("z", y)
-        for _ in range(c["inner"]):
-            z = problem.lower_set.project(z - c["lr"] * lower.gradient(z))
-        f = problem.upper(x, y)  # the value and both gradients, in one pass
-        gap = lower.gap(y, z)  # likewise
-        penalty = c["penalty"]
-        step = c["lr"] / (1 + penalty)
-        old_x = memory.get("speed_x", torch.zeros_like(x))
-        old_y = memory.get("speed_y", torch.zeros_like(y))
-        speed_x = c["momentum"] * old_x - step * (f.grad_x + penalty * gap.grad_x)
-        speed_y = c["momentum"] * old_y - step * (f.grad_y + penalty * gap.grad_y)
-        new_x = problem.upper_set.project(x + speed_x)
-        new_y = problem.lower_set.project(y + speed_y)
-        # The state may have tensors and plain numbers only.
-        memory.update(z=z, speed_x=speed_x, speed_y=speed_y)
-        return new_x, new_y, StepInfo(upper=f.value, lower=gap.value_y, inner_iterations=c["inner"])
+    method_type = HeavyBallMethod
 
 
 def main(short: bool = False, out: Path = Path("own_solver.png")) -> dict[str, float]:

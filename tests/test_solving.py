@@ -1,4 +1,5 @@
 import re
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -6,7 +7,6 @@ import pytest
 import torch
 from clocks import Clock
 from helpers import PROBLEMS, groups, make_ivsp, paper_constants, point_of
-from torch import Tensor
 
 from lightning_bilevel import (
     IVSP,
@@ -15,29 +15,31 @@ from lightning_bilevel import (
     BilevelProblem,
     Box,
     Envelope,
-    IVSPInfo,
-    StepInfo,
     certify,
     solve,
 )
+from lightning_bilevel.solvers.base import Method, State
+from lightning_bilevel.solvers.constants import positive
+from lightning_bilevel.solvers.ivsp.algorithm import IVSPMethod
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 by_name = {problem.name: problem for problem in PROBLEMS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvingMethod(Method[State]):
+    rate: float = positive(1.0)
+
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, StepInfo]:
+        upper = problem.upper(s.x, s.y).value
+        new = replace(s, x=s.x / 2, y=s.y / 2, k=s.k + 1)
+        return new, StepInfo(upper=upper, lower=0.0, inner_iterations=0)
 
 
 class Halving(BilevelOptimizer):
     """A method without envelope or multiplier: it halves x and y."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0})
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        return (
-            x / 2,
-            y / 2,
-            StepInfo(upper=problem.upper(x, y).value, lower=0.0, inner_iterations=0, lr=1.0),
-        )
+    method_type = HalvingMethod
 
 
 def test_is_the_loop_around_a_solver() -> None:
@@ -103,7 +105,7 @@ def test_ivsp_is_the_default() -> None:
     )
     solution = solve(problem, torch.zeros(1), torch.zeros(2), max_steps=3)
     assert solution.certificate is not None
-    assert isinstance(solution.history[0], IVSPInfo)
+    assert isinstance(solution.history[0], PenaltyInfo)
     assert solution.certificate.delta == 1e-3
     # sin has curvatures up to 1: rho is 1/(4 L_yy), sigma is L_yy.
     assert 0.1 < solution.certificate.sigma <= 1.1
@@ -158,9 +160,9 @@ def test_a_random_objective_is_refused_before_the_first_step() -> None:
     steps = []
 
     class Watched(Halving):
-        def advance(self, *args: Any) -> Any:
+        def step(self, *args: Any, **kwargs: Any) -> StepInfo:
             steps.append(1)
-            return super().advance(*args)
+            return super().step(*args, **kwargs)
 
     noisy = BilevelProblem(lambda x, y: problem.f(x, y) * torch.rand(()), problem.g)
     with pytest.raises(BilevelError, match="deterministic objective"):
@@ -244,10 +246,13 @@ class TestEpsilon:
         """An iteration takes a second and a look four: one at 1, 40 and 80."""
         looks: list[str] = []
 
-        class Slow(IVSP):
-            def advance(self, *args: Any) -> tuple[Tensor, Tensor, IVSPInfo]:
+        class SlowMethod(IVSPMethod):
+            def step(self, *args: Any) -> Any:
                 clock.now += 1.0
-                return super().advance(*args)
+                return super().step(*args)
+
+        class Slow(IVSP):
+            method_type = SlowMethod
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             looks.append(kwargs["point"])

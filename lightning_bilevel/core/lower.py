@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.leaves import map_tensors
+from lightning_bilevel.core.chunks import map_tensors
 from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 
 __all__ = [

@@ -10,13 +10,12 @@ from lightning_bilevel.solvers.f2sa import F2SA as F2SA
 from lightning_bilevel.solvers.hjfbio import HJFBiO as HJFBiO
 from lightning_bilevel.solvers.itd import ITD as ITD
 from lightning_bilevel.solvers.ivsp import IVSP as IVSP
-from lightning_bilevel.solvers.ivsp import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers.lumei import LuMei as LuMei
 from lightning_bilevel.solvers.meha import MEHA as MEHA
-from lightning_bilevel.solvers.pbgd_free import PBGDFree as PBGDFree
-from lightning_bilevel.solvers.pngbio import PNGBiO as PNGBiO
+from lightning_bilevel.solvers.meha import PNGBiO as PNGBiO
+from lightning_bilevel.solvers.pbgd import VPBGD as VPBGD
+from lightning_bilevel.solvers.pbgd import PBGDFree as PBGDFree
 from lightning_bilevel.solvers.record import StepInfo as StepInfo
 from lightning_bilevel.solvers.record import StreamInfo as StreamInfo
 from lightning_bilevel.solvers.slm import SLM as SLM
 from lightning_bilevel.solvers.soba import SOBA as SOBA
-from lightning_bilevel.solvers.vpbgd import VPBGD as VPBGD

@@ -2,30 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
-
-from lightning_bilevel.core.faces import Face, face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.core.sets import face_at
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method
+from lightning_bilevel.solvers.constants import (
+    Power,
+    choice,
+    nonnegative,
+    positive,
+    schedule,
+    whole,
+)
+from lightning_bilevel.solvers.descent import descend
 from lightning_bilevel.solvers.hypergradient import (
+    AdjointState,
     Ways,
     adjoint_matrix,
-    descend_to,
+    conjugate_gradients,
+    fixed_point,
     products,
     resolution,
+    warn_once,
 )
-from lightning_bilevel.solvers.linear import Solved, conjugate_gradients, fixed_point, warn_once
 from lightning_bilevel.solvers.record import AdjointInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["AID"]
+__all__ = ["AID", "AIDMethod"]
 
-LinearSolver = Literal["cg", "neumann", "fixed_point"]
+
+@dataclass(frozen=True, kw_only=True)
+class AIDMethod(Method[AdjointState]):
+    """The constants of AID and its iteration."""
+
+    alpha: Power = schedule(0.01)
+    beta: Power = schedule(0.01)
+    T: int = whole(10)
+    N: int = whole(10, least=0)
+    linear_solver: Literal["cg", "neumann", "fixed_point"] = choice(
+        "cg", "cg", "neumann", "fixed_point"
+    )
+    eta: float | None = positive(None)
+    warm_start: bool = True
+    damping: float = nonnegative(0.0)
+    tolerance: float = positive(1e-10)
+    products: Ways = choice("autograd", "autograd", "difference")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.N == 0 and self.linear_solver != "neumann":
+            raise ValueError(
+                f"`AID(N=0, linear_solver={self.linear_solver!r})` makes no step on v: N must be a "
+                "positive whole number."
+            )
+
+    def step(self, problem: BilevelProblem, s: AdjointState) -> tuple[AdjointState, AdjointInfo]:
+        alpha, beta, unit = self.alpha.at(s.k), s.rate_y(self.beta.at(s.k)), s.units[1]
+        eta = beta if self.eta is None else s.rate_y(self.eta)
+        here = problem.at(s.x)
+        y, _, lower, before = descend(here, s.y, beta, self.T, problem.lower_set)
+        f = problem.upper(s.x, y)
+        # A v = b on the face of y.
+        face = face_at(problem.lower_set, before[-1])
+        shift = face.bend / beta + self.damping / unit**2
+        A = adjoint_matrix(here, y, face, shift, self.products, unit)
+        b = face.tangent(f.grad_y)
+        v = None if s.v is None else face.tangent(s.v)
+        accuracy = resolution(self.products, y.dtype)
+        if self.linear_solver == "cg":
+            solved = conjugate_gradients(A, b, v, self.N, self.tolerance, accuracy)
+            consequence = "Conjugate gradients stop there, with the v so far."
+        else:
+            # The series begins with its first term.
+            start = eta * b if self.linear_solver == "neumann" else 0.0 * b if v is None else v
+            solved = fixed_point(A, b, start, self.N, eta, accuracy)
+            consequence = "The steps of v may diverge."
+        v, curvature = solved
+        warned = warn_once(self.name, s.indefinite, curvature, self.damping, consequence, unit)
+        _, xy = products(here, y, v, self.products, unit)
+        x = problem.upper_set.project(s.x - s.rate_x(alpha) * (f.grad_x - xy))
+        kept = v if self.warm_start and self.linear_solver != "neumann" else None
+        bent = curvature is not None
+        info = AdjointInfo(upper=f.value, lower=lower, inner_iterations=self.T, indefinite=bent)
+        return s.after(x, y, v=kept, indefinite=warned), info
 
 
 class AID(BilevelOptimizer):
@@ -77,7 +137,7 @@ class AID(BilevelOptimizer):
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
 
-    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.constants.Power`).
     The tolerance is that of the package hypertorch; the other defaults are generic.
 
     References:
@@ -97,97 +157,4 @@ class AID(BilevelOptimizer):
         its step of x are not part of this class.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        alpha: float | Power = 0.01,
-        beta: float | Power = 0.01,
-        T: int = 10,
-        N: int = 10,
-        linear_solver: LinearSolver = "cg",
-        eta: float | None = None,
-        warm_start: bool = True,
-        damping: float = 0.0,
-        tolerance: float = 1e-10,
-        products: Ways = "autograd",
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="alpha",
-            schedules=("alpha", "beta"),
-            positive=("tolerance", "eta"),
-            nonnegative=("damping",),
-            whole=("T",) if N == 0 and linear_solver == "neumann" else ("T", "N"),
-            optional=("eta",),
-            choices={
-                "linear_solver": get_args(LinearSolver),
-                "products": get_args(Ways),
-            },
-        )
-        super().__init__(params, constants)
-        # Whether a curvature that is not positive has been reported.
-        self.memory["indefinite"] = False
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, AdjointInfo]:
-        c = self.constants
-        k = self.memory["iteration"]
-        alpha = value_at(c["alpha"], k)
-        beta = value_at(c["beta"], k)
-        here = problem.at(x)
-        descent = descend_to(here, y, beta, c["T"], 1, problem.lower_set)
-        y_new = descent.y
-        f = problem.upper(x, y_new)
-        face = face_at(problem.lower_set, descent.before[-1])
-        matrix = adjoint_matrix(here, y_new, face, beta, c["damping"], c["products"])
-        right = face.tangent(f.grad_y)
-        accuracy = resolution(c["products"], y.dtype)
-        solved: Solved
-        if c["linear_solver"] == "cg":
-            start = self._last_v(face)
-            solved = conjugate_gradients(matrix, right, start, c["N"], c["tolerance"], accuracy)
-        else:
-            start = self._first_v(face, right, beta)
-            solved = fixed_point(matrix, right, start, c["N"], c["eta"] or beta, accuracy)
-        self._warn(solved)
-        _, xy = products(here, y_new, solved.v, c["products"])
-        d_x = f.grad_x - xy
-        x_new = plain(x, d_x, alpha, problem.upper_set)
-        if self._keeps_v:
-            self.memory["v"] = solved.v
-        info = AdjointInfo(
-            upper=f.value,
-            lower=descent.lower,
-            inner_iterations=c["T"],
-            lr=alpha,
-            indefinite=solved.curvature is not None,
-        )
-        return x_new, y_new, info
-
-    @property
-    def _keeps_v(self) -> bool:
-        """Whether the next iteration starts at v."""
-        return bool(self.constants["warm_start"] and self.constants["linear_solver"] != "neumann")
-
-    def _last_v(self, face: Face) -> Tensor | None:
-        return face.tangent(self.memory["v"]) if "v" in self.memory else None
-
-    def _first_v(self, face: Face, right: Tensor, beta: float) -> Tensor:
-        """Return where the steps of v start: the series has its first term."""
-        if self.constants["linear_solver"] == "neumann":
-            return (self.constants["eta"] or beta) * right
-        v = self._last_v(face)
-        return 0.0 * right if v is None else v
-
-    def _warn(self, solved: Solved) -> None:
-        c = self.constants
-        consequence = (
-            "Conjugate gradients stop there, with the v so far."
-            if c["linear_solver"] == "cg"
-            else "The steps of v may diverge."
-        )
-        self.memory["indefinite"] = warn_once(
-            "AID", self.memory["indefinite"], solved.curvature, c["damping"], consequence
-        )
+    method_type = AIDMethod

@@ -8,19 +8,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bilevel.core.chunks import map_tensors
 from lightning_bilevel.core.errors import (
     BilevelError,
     InnerLoopError,
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
@@ -30,9 +30,10 @@ from lightning_bilevel.solvers.levels import blocks, check_levels, flat, read, v
 from lightning_bilevel.solvers.record import Progress, StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
-__all__ = ["BilevelOptimizer", "Method", "SolverCallable", "State"]
+__all__ = ["BilevelOptimizer", "Method", "SolverCallable", "State", "Units"]
 
 S = TypeVar("S", bound="State")
+Units = tuple[float, float]
 # After so many steps the values of the parameters are compared with x and y.
 _COMPARED = 100
 
@@ -50,7 +51,7 @@ class State:
 
     x: Tensor
     y: Tensor
-    units: tuple[float, float] = (1.0, 1.0)
+    units: Units = (1.0, 1.0)
     k: int = 0
 
     # The parameters hold x and y. A subclass adds what it evaluates again after a load.
@@ -67,6 +68,10 @@ class State:
     def rate_y(self, rate: float) -> float:
         """Return a step length of y in its unit as one of y itself."""
         return rate * self.units[1] ** 2
+
+    def after(self: S, x: Tensor, y: Tensor, **more: Any) -> S:
+        """Return the state after an iteration to (x, y)."""
+        return replace(self, x=x, y=y, k=self.k + 1, **more)
 
     def moved(self: S, x: Tensor, y: Tensor) -> S:
         """Return the state after the point, f or g was changed from outside."""
@@ -89,18 +94,25 @@ class Method(Constants, ABC, Generic[S]):
     It is a function of problem and state: nothing of a run is kept here.
     """
 
+    # S; a subclass of Method[S] need not set it.
     state_type: ClassVar[type[State]] = State
     # Whether the method penalises further residuals, and takes a problem with a single level.
     penalised: ClassVar[bool] = False
 
-    @property
-    @abstractmethod
-    def lr(self) -> float:
-        """The first step size of x, which a LearningRateMonitor shows."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for of in getattr(cls, "__orig_bases__", ()):
+            # Method[S]
+            cls.state_type = next(iter(get_args(of)), cls.state_type)
 
-    @abstractmethod
-    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: tuple[float, float]) -> S:
+    def lr_at(self, k: int) -> float:
+        """Return the step size of x in iteration k, which loggers show: the first constant."""
+        first = getattr(self, fields(self)[0].name)
+        return float(first.at(k) if isinstance(first, Power) else first)
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> S:
         """Return the state of a new run."""
+        return cast("S", self.state_type(x=x, y=y, units=units))
 
     @abstractmethod
     def step(self, problem: BilevelProblem, s: S) -> tuple[S, StepInfo]:
@@ -143,7 +155,7 @@ class BilevelOptimizer(Optimizer):
         self.method.warn()
         groups = params.parameter_groups() if hasattr(params, "parameter_groups") else params
         levels = check_levels(type(self).__name__, groups)
-        super().__init__(levels, {"unit": 1.0, "lr": self.method.lr})
+        super().__init__(levels, {"unit": 1.0, "lr": self.method.lr_at(0)})
         self.progress = Progress()
         self.run: Any = None
         # The problem of the last step, and the versions of the parameters after it.
@@ -240,8 +252,9 @@ class BilevelOptimizer(Optimizer):
         self.run, self._problem = new, problem
         self._versions = versions(self.param_groups)
         self._held = [p.detach() for group in self.param_groups for p in group["params"]]
-        for group in self.param_groups if info.lr is not None else ():
-            group["lr"] = info.lr
+        lr = self.method.lr_at(state.k) if info.lr is None else info.lr
+        for group in self.param_groups:
+            group["lr"] = lr
         spent = problem.calls - calls
         # Processes agree on the time, so a time limit stops them in the same iteration.
         seconds = problem.mean_over_ranks(time.perf_counter() - began, new.x)
@@ -249,6 +262,7 @@ class BilevelOptimizer(Optimizer):
         return info.completed(
             iteration=self.progress.iterations,
             step=step,
+            lr=lr,
             calls=spent,
             passes=self.progress.passes,
             optimization_time=self.progress.optimization_time,

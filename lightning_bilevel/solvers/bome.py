@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
-
+from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import dot
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
+from lightning_bilevel.solvers.constants import choice, positive, whole
+from lightning_bilevel.solvers.descent import descend
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import descend, plain
 
-__all__ = ["BOME"]
-
-Barrier = Literal["gradient", "value"]
+__all__ = ["BOME", "BOMEMethod"]
 
 # The authors' guard against a vanishing gradient of q.
 _GUARD = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class BOMEMethod(Method[State]):
+    """The constants of BOME and its iteration."""
+
+    xi: float = positive(0.01)
+    alpha: float = positive(0.01)
+    eta: float = positive(0.5)
+    T: int = whole(10)
+    barrier: Literal["gradient", "value"] = choice("gradient", "gradient", "value")
+
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, MultiplierInfo]:
+        here, at_y = problem.at(s.x), LowerPoint(s.y)
+        inner = descend(here, at_y, s.rate_y(self.alpha), self.T, problem.lower_set)
+        f = problem.upper(s.x, s.y)
+        q = here.gap(at_y, inner.end, inner.first)
+        # Gradients have the weight of a squared unit.
+        a, b = s.rate_x(1.0), s.rate_y(1.0)
+        square = a * dot(q.grad_x, q.grad_x) + b * dot(q.grad_y, q.grad_y)
+        product = a * dot(f.grad_x, q.grad_x) + b * dot(f.grad_y, q.grad_y)
+        phi = self.eta * (square if self.barrier == "gradient" else q.value_y - q.value_z)
+        # lambda = max((phi - <grad f, grad q>) / (|grad q|^2 + 1e-8), 0)
+        weight = max((phi - product) / (square + _GUARD), 0.0)
+        x = problem.upper_set.project(s.x - s.rate_x(self.xi) * (f.grad_x + weight * q.grad_x))
+        y = problem.lower_set.project(s.y - s.rate_y(self.xi) * (f.grad_y + weight * q.grad_y))
+        info = MultiplierInfo(
+            upper=f.value, lower=q.value_y, inner_iterations=self.T, multiplier=weight
+        )
+        return s.after(x, y), info
 
 
 class BOME(BilevelOptimizer):
@@ -67,41 +94,4 @@ class BOME(BilevelOptimizer):
         The paper that this library follows does not say which of them its settings are for.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        xi: float = 0.01,
-        alpha: float = 0.01,
-        eta: float = 0.5,
-        T: int = 10,
-        barrier: Barrier = "gradient",
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="xi",
-            positive=("xi", "alpha", "eta"),
-            whole=("T",),
-            choices={"barrier": get_args(Barrier)},
-        )
-        super().__init__(params, constants)
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c = self.constants
-        here = problem.at(x)
-        theta = descend(here, y, c["alpha"], c["T"], problem.lower_set)
-        f = problem.upper(x, y)
-        q = here.gap(y, theta)
-        square = dot(q.grad_x, q.grad_x) + dot(q.grad_y, q.grad_y)
-        product = dot(f.grad_x, q.grad_x) + dot(f.grad_y, q.grad_y)
-        phi = c["eta"] * (square if c["barrier"] == "gradient" else q.value_y - q.value_z)
-        # lambda = max((phi - <grad f, grad q>) / (|grad q|^2 + 1e-8), 0)
-        weight = max((phi - product) / (square + _GUARD), 0.0)
-        x_new = plain(x, f.grad_x + weight * q.grad_x, c["xi"], problem.upper_set)
-        y_new = plain(y, f.grad_y + weight * q.grad_y, c["xi"], problem.lower_set)
-        info = MultiplierInfo(
-            upper=f.value, lower=q.value_y, inner_iterations=c["T"], lr=c["xi"], multiplier=weight
-        )
-        return x_new, y_new, info
+    method_type = BOMEMethod

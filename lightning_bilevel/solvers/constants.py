@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 __all__ = [
@@ -76,28 +76,27 @@ class Constants:
     def plain(self) -> dict[str, Any]:
         """Return the constants as plain values, from which a checkpoint makes them again."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {
-            k: tuple(asdict(v).values()) if isinstance(v, Power) else v for k, v in given.items()
-        }
+        return {k: astuple(v) if isinstance(v, Power) else v for k, v in given.items()}
 
 
-def positive(default: float | None) -> Any:
-    """Declare a number above 0, or None if that is the default."""
-    return _number(default, lambda v: v > 0, "positive and finite")
+def positive(default: float | None, most: float = math.inf) -> Any:
+    """Take a number above 0, and at most ``most``."""
+    words = "finite" if most == math.inf else f"at most {most:g}"
+    return _number(default, lambda v: 0 < v <= most, f"positive and {words}")
 
 
 def nonnegative(default: float | None) -> Any:
-    """Declare a number of at least 0, or None if that is the default."""
+    """Take a number of at least 0."""
     return _number(default, lambda v: v >= 0, "nonnegative and finite")
 
 
 def between(default: float, low: float, high: float) -> Any:
-    """Declare a number between two others."""
+    """Take a number of an open interval."""
     return _number(default, lambda v: low < v < high, f"between {low:g} and {high:g}")
 
 
 def whole(default: int | None, least: int = 1) -> Any:
-    """Declare a whole number, or None if that is the default."""
+    """Take a whole number; 2.0 is one too."""
 
     def convert(value: Any) -> int:
         if not _is_number(value) or not value == int(value) >= least:
@@ -109,7 +108,7 @@ def whole(default: int | None, least: int = 1) -> Any:
 
 
 def choice(default: Any, *values: Any) -> Any:
-    """Declare one of a few values; the default may be another, such as None."""
+    """Take one of a few values."""
 
     def convert(value: Any) -> Any:
         if value not in values:

@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.faces import face_at
-from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method
+from lightning_bilevel.solvers.constants import Power, nonnegative, schedule
+from lightning_bilevel.solvers.descent import AheadState
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["DARTS"]
+__all__ = ["DARTS", "DARTSMethod"]
 
 # The length of the difference, as in the published code.
 _LENGTH = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class DARTSMethod(Method[AheadState]):
+    """The constants of DARTS and its iteration."""
+
+    alpha: Power = schedule(0.01)
+    beta: Power = schedule(0.01)
+    xi: float = nonnegative(0.01)
+
+    def step(self, problem: BilevelProblem, s: AheadState) -> tuple[AheadState, StepInfo]:
+        alpha, xi, Y = self.alpha.at(s.k), s.rate_y(self.xi), problem.lower_set
+        if xi == 0.0:
+            f = problem.upper(s.x, s.y)
+            d_x = f.grad_x
+            if not problem.upper_has_x:
+                raise BilevelError(
+                    "`DARTS(xi=0.0)` moves x along the gradient of f in x alone, and the "
+                    "upper-level function f does not depend on x directly: x would never move. "
+                    "Give a positive `xi`, which differentiates f through a step on g."
+                )
+        else:
+            here = s.here or problem.at(s.x)
+            ahead = s.y - xi * here.gradient(s.y)
+            f = problem.upper(s.x, Y.project(ahead))
+            p = face_at(Y, ahead).differential(f.grad_y)
+            # The quotient is 0 for p = 0, at the same two passes.
+            length = norm(p)
+            e = s.units[1] * _LENGTH / length if length > 0.0 else 1.0
+            _, change = here.gap_x(s.y + e * p, s.y - e * p)
+            d_x = f.grad_x - xi * (change / (2 * e))
+        x = problem.upper_set.project(s.x - s.rate_x(alpha) * d_x)
+        # y moves at the new x.
+        there = problem.at(x)
+        lower, slope = there.value_and_gradient(s.y)
+        y = Y.project(s.y - s.rate_y(self.beta.at(s.k)) * slope)
+        info = StepInfo(upper=f.value, lower=lower, inner_iterations=1)
+        return s.after(x, y, here=there), info
 
 
 class DARTS(BilevelOptimizer):
@@ -52,7 +85,7 @@ class DARTS(BilevelOptimizer):
         xi: :math:`\xi`, the step that is differentiated; the paper takes that of y. 0 is the
             first-order form, which is refused if f does not depend on x: x would never move.
 
-    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.constants.Power`).
     The defaults are generic.
 
     References:
@@ -64,52 +97,4 @@ class DARTS(BilevelOptimizer):
         :math:`y \pm e p` may lie outside Y.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        alpha: float | Power = 0.01,
-        beta: float | Power = 0.01,
-        xi: float = 0.01,
-    ) -> None:
-        constants = constants_of(
-            locals(), lr="alpha", schedules=("alpha", "beta"), nonnegative=("xi",)
-        )
-        super().__init__(params, constants)
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        c = self.constants
-        k = self.memory["iteration"]
-        alpha = value_at(c["alpha"], k)
-        beta = value_at(c["beta"], k)
-        if c["xi"] == 0.0:
-            f = problem.upper(x, y)
-            d_x = f.grad_x
-            if not problem.upper_has_x:
-                raise BilevelError(
-                    "`DARTS(xi=0.0)` moves x along the gradient of f in x alone, and the "
-                    "upper-level function f does not depend on x directly: x would never move. "
-                    "Give a positive `xi`, which differentiates f through a step on g."
-                )
-        else:
-            here = problem.at(x)
-            ahead = y - c["xi"] * here.gradient(y)
-            f = problem.upper(x, problem.lower_set.project(ahead))
-            p = face_at(problem.lower_set, ahead).differential(f.grad_y)
-            d_x = f.grad_x - c["xi"] * _mixed(here, y, p)
-        x_new = plain(x, d_x, alpha, problem.upper_set)
-        # y moves at the new x.
-        lower, slope = problem.at(x_new).value_and_gradient(y)
-        y_new = plain(y, slope, beta, problem.lower_set)
-        info = StepInfo(upper=f.value, lower=lower, inner_iterations=1, lr=alpha)
-        return x_new, y_new, info
-
-
-def _mixed(lower: LowerLevel, y: Tensor, p: Tensor) -> Tensor:
-    """Return the difference quotient; it is 0 for p = 0, at the same two passes."""
-    length = norm(p)
-    e = _LENGTH / length if length > 0.0 else 1.0
-    _, grad_x = lower.gap_x(y + e * p, y - e * p)
-    return grad_x / (2 * e)
+    method_type = DARTSMethod

@@ -2,28 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
-from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import slope_of_psi
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Units
+from lightning_bilevel.solvers.constants import choice, positive, whole
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["F2BA"]
-
-Difference = Literal["forward", "central"]
+__all__ = ["F2BA", "F2BAMethod"]
 
 # Two followers of a strongly convex g are a distance of about sigma apart. At this many times the
 # size of y, one of them is on its way to infinity.
 _FAR = 1e3
+_UNBOUNDED = (
+    "The central difference with sigma={:g} also minimises -sigma f + g, which seems to be "
+    "unbounded below, unless `tau` is too long or f or g is wrong there: make `sigma` smaller, "
+    'give the lower level a bounded set such as `Box`, or take difference="forward".'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class F2BAState(State):
+    """The state of F2BA.
+
+    Attributes:
+        z: The second follower.
+        centers: Those of z and y; None where a follower starts at its centre.
+    """
+
+    z: Tensor
+    centers: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class F2BAMethod(Method[F2BAState]):
+    """The constants of F2BA and its iteration."""
+
+    eta: float = positive(0.01)
+    tau: float = positive(0.1)
+    sigma: float = positive(0.1)
+    K: int = whole(10)
+    difference: Literal["forward", "central"] = choice("forward", "forward", "central")
+    rho: float | None = positive(None)
+    beta: float = positive(1.0, most=1.0)
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> F2BAState:
+        return F2BAState(x=x, y=y, units=units, z=y)
+
+    def step(self, problem: BilevelProblem, s: F2BAState) -> tuple[F2BAState, MultiplierInfo]:
+        sigma, central = self.sigma, self.difference == "central"
+        here, tau = problem.at(s.x), s.rate_y(self.tau)
+        y, z, upper = s.y, s.z, 0.0
+        z_bar, y_bar = s.centers or (z, y)
+
+        def follow(follower: Tensor, slope: Tensor, center: Tensor) -> Tensor:
+            if self.rho is not None:
+                slope = slope_of_psi(slope, follower, center, s.rate_y(self.rho))
+            return problem.lower_set.project(follower - tau * slope)
+
+        def slope_of_z() -> Tensor:
+            if not central:
+                return here.gradient(z)
+            try:
+                _, f_y = problem.upper_y(s.x, z)
+                return here.gradient(z) - sigma * f_y
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error} {_UNBOUNDED.format(sigma)}") from error
+
+        for _ in range(self.K):
+            z = follow(z, slope_of_z(), z_bar)
+            upper, f_y = problem.upper_y(s.x, y)
+            y = follow(y, sigma * f_y + here.gradient(y), y_bar)
+        if central:
+            _refuse_far(z, y, sigma, s.units[1])
+        # x moves with both new followers.
+        lower, gap_x = here.gap_x(y, z)
+        d_x, weight = problem.upper_x(s.x, y), 1 / sigma
+        if central:
+            d_x, weight = (d_x + problem.upper_x(s.x, z)) / 2, weight / 2
+        x = problem.upper_set.project(s.x - s.rate_x(self.eta) * (d_x + weight * gap_x))
+        centers = None
+        if self.rho is not None and self.beta < 1:
+            centers = (z_bar + self.beta * (z - z_bar), y_bar + self.beta * (y - y_bar))
+        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=self.K, multiplier=weight)
+        return s.after(x, y, z=z, centers=centers), info
+
+
+def _refuse_far(z: Tensor, y: Tensor, sigma: float, unit: float) -> None:
+    far, size = norm(z - y) / unit, norm(y) / unit
+    if not far <= _FAR * (1.0 + size):
+        raise BilevelError(
+            f"the follower of -sigma f + g is at a distance of {far:.3g} from that of sigma f + g, "
+            f"whose norm is {size:.3g}. {_UNBOUNDED.format(sigma)}"
+        )
 
 
 class F2BA(BilevelOptimizer):
@@ -108,118 +185,4 @@ class F2BA(BilevelOptimizer):
         source has no constraints.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        eta: float = 0.01,
-        tau: float = 0.1,
-        sigma: float = 0.1,
-        K: int = 10,
-        difference: Difference = "forward",
-        rho: float | None = None,
-        beta: float = 1.0,
-    ) -> None:
-        if beta > 1:
-            raise ValueError(
-                f"`F2BA(beta={beta!r})` must be at most 1: it is the share by which a centre "
-                "follows."
-            )
-        constants = constants_of(
-            locals(),
-            lr="eta",
-            positive=("eta", "tau", "sigma", "beta", "rho"),
-            whole=("K",),
-            optional=("rho",),
-            choices={"difference": get_args(Difference)},
-        )
-        super().__init__(params, constants)
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c = self.constants
-        sigma = c["sigma"]
-        central = c["difference"] == "central"
-        here = problem.at(x)
-        y_new = y
-        z = self.memory.get("z", y)
-        z_center = self._center("z", z)
-        y_center = self._center("y", y)
-        upper = 0.0
-        for _ in range(c["K"]):
-            if central:
-                z = self._backwards(problem, here, z, z_center)
-            else:
-                z = self._step(problem, z, here.gradient(z), z_center)
-            upper, f_y = problem.upper_y(x, y_new)
-            slope = sigma * f_y + here.gradient(y_new)
-            y_new = self._step(problem, y_new, slope, y_center)
-        if central:
-            _refuse_far(z, y_new, sigma)
-        # x moves with both new followers.
-        lower, gap_x = here.gap_x(y_new, z)
-        d_x = problem.upper_x(x, y_new)
-        weight = 1 / sigma
-        if central:
-            d_x = (d_x + problem.upper_x(x, z)) / 2
-            weight /= 2
-        x_new = plain(x, d_x + weight * gap_x, c["eta"], problem.upper_set)
-        self.memory["z"] = z
-        if c["rho"] is not None and c["beta"] < 1:
-            self.memory["z_center"] = z_center + c["beta"] * (z - z_center)
-            self.memory["y_center"] = y_center + c["beta"] * (y_new - y_center)
-        info = MultiplierInfo(
-            upper=upper, lower=lower, inner_iterations=c["K"], lr=c["eta"], multiplier=weight
-        )
-        return x_new, y_new, info
-
-    def _center(self, name: str, follower: Tensor) -> Tensor:
-        """Return the centre of a follower; with beta = 1 it is where the follower starts."""
-        if self.constants["beta"] == 1:
-            return follower
-        center: Tensor = self.memory.get(f"{name}_center", follower)
-        return center
-
-    def _step(
-        self,
-        problem: BilevelProblem,
-        follower: Tensor,
-        slope: Tensor,
-        center: Tensor,
-    ) -> Tensor:
-        """Return the follower after a step, with the proximal term if there is one."""
-        rho = self.constants["rho"]
-        if rho is not None:
-            slope = slope_of_psi(slope, follower, center, rho)
-        return plain(follower, slope, self.constants["tau"], problem.lower_set)
-
-    def _backwards(
-        self, problem: BilevelProblem, here: LowerLevel, z: Tensor, center: Tensor
-    ) -> Tensor:
-        """Return z after a step on -sigma f + g, which may have no minimum."""
-        sigma = self.constants["sigma"]
-        try:
-            _, f_y = problem.upper_y(here.x, z)
-            slope = here.gradient(z) - sigma * f_y
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error} {_unbounded(sigma)}") from error
-        return self._step(problem, z, slope, center)
-
-
-def _refuse_far(z: Tensor, y: Tensor, sigma: float) -> None:
-    far = norm(z - y)
-    size = 1.0 + norm(y)
-    if not far <= _FAR * size:
-        raise BilevelError(
-            f"the follower of -sigma f + g is at a distance of {far:.3g} from that of sigma f + g, "
-            f"whose norm is {size - 1:.3g}. {_unbounded(sigma)}"
-        )
-
-
-def _unbounded(sigma: float) -> str:
-    return (
-        f"The central difference with sigma={sigma:g} also minimises -sigma f + g, which seems to "
-        "be unbounded below, unless `tau` is too long or f or g is wrong there: make `sigma` "
-        'smaller, give the lower level a bounded set such as `Box`, or take difference="forward".'
-    )
+    method_type = F2BAMethod

@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Units
+from lightning_bilevel.solvers.constants import Power, choice, positive, schedule, whole
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import descend, plain
 
-__all__ = ["F2SA"]
+__all__ = ["F2SA", "F2SAMethod"]
 
-Growth = Literal["growing", "constant"]
+
+@dataclass(frozen=True, kw_only=True)
+class F2SAState(State):
+    """The state of F2SA.
+
+    Attributes:
+        z: The follower of the lower level's minimiser.
+    """
+
+    z: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class F2SAMethod(Method[F2SAState]):
+    """The constants of F2SA and its iteration."""
+
+    alpha: Power = schedule(0.01)
+    gamma: Power = schedule(0.01)
+    xi: float = positive(1.0)
+    lambda0: float = positive(1.0)
+    T: int = whole(1)
+    multiplier: Literal["growing", "constant"] = choice("growing", "growing", "constant")
+
+    def lr_at(self, k: int) -> float:
+        return self.xi * self.alpha.at(k)
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> F2SAState:
+        return F2SAState(x=x, y=y, units=units, z=y)
+
+    def step(self, problem: BilevelProblem, s: F2SAState) -> tuple[F2SAState, MultiplierInfo]:
+        k, Y, here = s.k, problem.lower_set, problem.at(s.x)
+        alpha, gamma = self.alpha.at(k), s.rate_y(self.gamma.at(k))
+        weight = self.lambda0
+        if self.multiplier == "growing":
+            weight *= self.alpha.at(0) / alpha
+        y, z, upper = s.y, s.z, 0.0
+        for _ in range(self.T):
+            z = Y.project(z - gamma * here.gradient(z))
+            upper, f_y = problem.upper_y(s.x, y)
+            y = Y.project(y - s.rate_y(alpha) * (f_y + weight * here.gradient(y)))
+        # x moves with the new y and z.
+        lower, gap_x = here.gap_x(y, z)
+        d_x = problem.upper_x(s.x, y) + weight * gap_x
+        x = problem.upper_set.project(s.x - s.rate_x(self.xi * alpha) * d_x)
+        info = MultiplierInfo(upper=upper, lower=lower, inner_iterations=self.T, multiplier=weight)
+        return s.after(x, y, z=z), info
 
 
 class F2SA(BilevelOptimizer):
@@ -51,7 +94,7 @@ class F2SA(BilevelOptimizer):
         multiplier: ``"growing"`` is :math:`\lambda_k = \lambda_0 \alpha_0/\alpha_k`, ``"constant"``
             is :math:`\lambda_k = \lambda_0`; with a constant alpha they agree.
 
-    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    alpha and gamma are numbers or schedules (:class:`~lightning_bilevel.solvers.constants.Power`).
     The defaults are generic.
 
     References:
@@ -64,57 +107,4 @@ class F2SA(BilevelOptimizer):
         proportion to 1/alpha; the constant one is nearly as plausible.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        alpha: float | Power = 0.01,
-        gamma: float | Power = 0.01,
-        xi: float = 1.0,
-        lambda0: float = 1.0,
-        T: int = 1,
-        multiplier: Growth = "growing",
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="alpha",
-            schedules=("alpha", "gamma"),
-            positive=("xi", "lambda0"),
-            whole=("T",),
-            choices={"multiplier": get_args(Growth)},
-        )
-        constants["lr"] *= xi
-        super().__init__(params, constants)
-
-    def _weight(self) -> float:
-        """Return the multiplier of this iteration, lambda_0 or lambda_0 alpha_0 / alpha_k."""
-        c = self.constants
-        weight: float = c["lambda0"]
-        if c["multiplier"] == "growing":
-            weight *= value_at(c["alpha"], 0) / value_at(c["alpha"], self.memory["iteration"])
-        return weight
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c = self.constants
-        k = self.memory["iteration"]
-        here = problem.at(x)
-        alpha = value_at(c["alpha"], k)
-        gamma = value_at(c["gamma"], k)
-        weight = self._weight()
-        y_new = y
-        z = self.memory.get("z", y)
-        for _ in range(c["T"]):
-            z = descend(here, z, gamma, 1, problem.lower_set)
-            upper, f_y = problem.upper_y(x, y_new)
-            y_new = plain(y_new, f_y + weight * here.gradient(y_new), alpha, problem.lower_set)
-        # x moves with the new y and z.
-        lower, gap_x = here.gap_x(y_new, z)
-        d_x = problem.upper_x(x, y_new) + weight * gap_x
-        x_new = plain(x, d_x, c["xi"] * alpha, problem.upper_set)
-        self.memory["z"] = z
-        info = MultiplierInfo(
-            upper=upper, lower=lower, inner_iterations=c["T"], lr=c["xi"] * alpha, multiplier=weight
-        )
-        return x_new, y_new, info
+    method_type = F2SAMethod

@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_bilevel.core.curvature import difference_length
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product, Scaled
+from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Units
+from lightning_bilevel.solvers.constants import positive
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["HJFBiO"]
+__all__ = ["HJFBiO", "HJFBiOMethod"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HJFBiOState(State):
+    """The state of HJFBiO.
+
+    Attributes:
+        v: The solution of the linear system so far.
+        on_sphere: Whether v has been reported to be on the surface of its ball.
+    """
+
+    v: Tensor
+    on_sphere: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HJFBiOMethod(Method[HJFBiOState]):
+    """The constants of HJFBiO and its iteration."""
+
+    gamma: float = positive(0.005)
+    lam: float = positive(0.01)
+    tau: float = positive(0.01)
+    r: float = positive(5.0)
+    delta: float | None = positive(None)
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> HJFBiOState:
+        return HJFBiOState(x=x, y=y, units=units, v=torch.zeros_like(y))
+
+    def step(self, problem: BilevelProblem, s: HJFBiOState) -> tuple[HJFBiOState, StepInfo]:
+        v, unit, here = s.v, s.units[1], problem.at(s.x)
+        delta = difference_length(s.y, v, unit) if self.delta is None else self.delta
+        lower, g_y = here.value_and_gradient(s.y)
+        probes = here.full_gap(s.y + delta * v, s.y - delta * v)
+        f = problem.upper(s.x, s.y)
+        J = probes.grad_x / (2 * delta)
+        H = (probes.grad_y - probes.grad_z) / (2 * delta)
+        y = problem.lower_set.project(s.y - s.rate_y(self.lam) * g_y)
+        x = problem.upper_set.project(s.x - s.rate_x(self.gamma) * (f.grad_x - J))
+        v = Ball(self.r * unit).project(v - s.rate_y(self.tau) * (H - f.grad_y))
+        held = _held(problem.lower_set, s.y, g_y)
+        v = v if held is None else v.masked_fill(held, 0.0)
+        # A projected v is on the surface up to rounding.
+        outside = norm(v) >= self.r * unit * (1 - 8 * torch.finfo(v.dtype).eps)
+        if outside and not s.on_sphere:
+            warnings.warn(
+                f"HJFBiO's v has reached the surface of its ball, `r={self.r:g}`, in outer "
+                f"iteration {s.k + 1}: while it stays there, the hypergradient is wrong. Make `r` "
+                "larger; if v goes on growing, the Hessian of g(x, .) is singular or indefinite, "
+                "or `tau` is too long.",
+                stacklevel=5,
+            )
+        info = StepInfo(upper=f.value, lower=lower, inner_iterations=1)
+        return s.after(x, y, v=v, on_sphere=s.on_sphere or outside), info
+
+
+def _held(lower_set: ConvexSet, y: Tensor, slope: Tensor) -> Tensor | None:
+    """Return which coordinates of y a bound holds against a step along -slope; None if none can."""
+    if isinstance(lower_set, Product):
+        parts = (torch.split(v, lower_set.sizes) for v in (y, slope))
+        held = [_held(*block) for block in zip(lower_set.sets, *parts, strict=True)]
+        free = [y.new_zeros(n, dtype=torch.bool) for n in lower_set.sizes]
+        return torch.cat([f if h is None else h for f, h in zip(free, held, strict=True)])
+    if not isinstance(lower_set, Box):
+        return None
+    # A long step outwards does not leave a coordinate that is at its bound.
+    away = slope.sign() * (1 + y.abs())
+    return (slope != 0) & (lower_set.project(y - away) == y)
 
 
 class HJFBiO(BilevelOptimizer):
@@ -74,86 +139,4 @@ class HJFBiO(BilevelOptimizer):
         hypergradient is not exact.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        gamma: float = 0.005,
-        lam: float = 0.01,
-        tau: float = 0.01,
-        r: float = 5.0,
-        delta: float | None = None,
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="gamma",
-            positive=("gamma", "lam", "tau", "r", "delta"),
-            optional=("delta",),
-        )
-        super().__init__(params, constants)
-        self.memory["on_sphere"] = False
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        c = self.constants
-        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
-        delta = _distance(y, v) if c["delta"] is None else c["delta"]
-        here = problem.at(x)
-        lower, g_y = here.value_and_gradient(y)
-        probes = here.full_gap(y + delta * v, y - delta * v)
-        f = problem.upper(x, y)
-        J = probes.grad_x / (2 * delta)
-        H = (probes.grad_y - probes.grad_z) / (2 * delta)
-        y_new = plain(y, g_y, c["lam"], problem.lower_set)
-        x_new = plain(x, f.grad_x - J, c["gamma"], problem.upper_set)
-        v_new = plain(v, H - f.grad_y, c["tau"], Ball(c["r"]))
-        held = _held(problem.lower_set, y, g_y)
-        if held is not None:
-            v_new = v_new.masked_fill(held, 0.0)
-        self.memory["v"] = v_new
-        self._warn_on_sphere(v_new)
-        return x_new, y_new, StepInfo(upper=f.value, lower=lower, inner_iterations=1, lr=c["gamma"])
-
-    def _warn_on_sphere(self, v: Tensor) -> None:
-        r = self.constants["r"]
-        # A projected v is on the surface up to rounding.
-        inside = norm(v) < r * (1 - 8 * torch.finfo(v.dtype).eps)
-        if inside or self.memory["on_sphere"]:
-            return
-        self.memory["on_sphere"] = True
-        warnings.warn(
-            f"HJFBiO's v has reached the surface of its ball, `r={r:g}`, in outer iteration "
-            f"{self.memory['iteration'] + 1}: while it stays there, the hypergradient is wrong. "
-            "Make `r` larger; if v goes on growing, the Hessian of g(x, .) is singular or "
-            "indefinite, or `tau` is too long.",
-            stacklevel=4,
-        )
-
-
-def _distance(y: Tensor, v: Tensor) -> float:
-    r"""Return :math:`\delta` with :math:`\|\delta v\| = \sqrt[3]{u} (1 + \|y\|)`."""
-    numbers = torch.finfo(y.dtype)
-    # The square root keeps delta finite where v is 0.
-    return float(numbers.eps ** (1 / 3) * (1 + norm(y)) / max(norm(v), math.sqrt(numbers.tiny)))
-
-
-def _held(lower_set: ConvexSet, y: Tensor, slope: Tensor) -> Tensor | None:
-    """Return which coordinates of y a bound holds against a step along -slope; None if none can."""
-    if isinstance(lower_set, Scaled):
-        return _held(lower_set.base, y * lower_set.unit, slope)
-    if isinstance(lower_set, Product):
-        blocks = zip(
-            lower_set.sets,
-            torch.split(y, lower_set.sizes),
-            torch.split(slope, lower_set.sizes),
-            strict=True,
-        )
-        held = [_held(*block) for block in blocks]
-        free = [torch.zeros(n, dtype=torch.bool, device=y.device) for n in lower_set.sizes]
-        return torch.cat([f if h is None else h for f, h in zip(free, held, strict=True)])
-    if not isinstance(lower_set, Box):
-        return None
-    # A long step outwards does not leave a coordinate that is at its bound.
-    away = slope.sign() * (1 + y.abs())
-    return (slope != 0) & (lower_set.project(y - away) == y)
+    method_type = HJFBiOMethod

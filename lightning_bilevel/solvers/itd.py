@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, get_args
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.hypergradient import Ways, descend_to, products
+from lightning_bilevel.core.sets import face_at
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
+from lightning_bilevel.solvers.constants import Power, choice, schedule, whole
+from lightning_bilevel.solvers.descent import descend
+from lightning_bilevel.solvers.hypergradient import Ways, products
 from lightning_bilevel.solvers.record import StepInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["ITD"]
+__all__ = ["ITD", "ITDMethod"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ITDMethod(Method[State]):
+    """The constants of ITD and its iteration."""
+
+    alpha: Power = schedule(0.01)
+    beta: Power = schedule(0.01)
+    T: int = whole(10)
+    K: int | None = whole(None)
+    products: Ways = choice("autograd", "autograd", "difference")
+
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, StepInfo]:
+        alpha, beta = self.alpha.at(s.k), s.rate_y(self.beta.at(s.k))
+        Y, K = problem.lower_set, min(self.K or self.T, self.T)
+        here = problem.at(s.x)
+        y, _, lower, before = descend(here, s.y, beta, self.T, Y, keep=K + 1)
+        f = problem.upper(s.x, y)
+        d_x, p = f.grad_x, f.grad_y
+        for _ in range(K):
+            # u_t leads to y_{t+1}, so y_t is the projection of the u before it; y_0 has none.
+            p = face_at(Y, before.pop()).differential(p)
+            y_t = Y.project(before[-1]) if before else s.y
+            yy, xy = products(here, y_t, p, self.products, s.units[1])
+            d_x = d_x - beta * xy
+            p = p - beta * yy
+        x = problem.upper_set.project(s.x - s.rate_x(alpha) * d_x)
+        info = StepInfo(upper=f.value, lower=lower, inner_iterations=self.T)
+        return s.after(x, y), info
 
 
 class ITD(BilevelOptimizer):
@@ -56,7 +81,7 @@ class ITD(BilevelOptimizer):
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
 
-    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.constants.Power`).
     The defaults are generic.
 
     References:
@@ -71,48 +96,4 @@ class ITD(BilevelOptimizer):
         for constrained levels.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        alpha: float | Power = 0.01,
-        beta: float | Power = 0.01,
-        T: int = 10,
-        K: int | None = None,
-        products: Ways = "autograd",
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="alpha",
-            schedules=("alpha", "beta"),
-            whole=("T", "K"),
-            optional=("K",),
-            choices={"products": get_args(Ways)},
-        )
-        super().__init__(params, constants)
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, StepInfo]:
-        c = self.constants
-        k = self.memory["iteration"]
-        alpha = value_at(c["alpha"], k)
-        beta = value_at(c["beta"], k)
-        T = c["T"]
-        K = min(c["K"] or T, T)
-        here = problem.at(x)
-        descent = descend_to(here, y, beta, T, K + 1, problem.lower_set)
-        f = problem.upper(x, descent.y)
-        # u_t leads to y_{t+1}, so y_t is the projection of the u before it; y_0 has none.
-        before = descent.before
-        d_x = f.grad_x
-        p = f.grad_y
-        for _ in range(K):
-            p = face_at(problem.lower_set, before.pop()).differential(p)
-            y_t = problem.lower_set.project(before[-1]) if before else y
-            yy, xy = products(here, y_t, p, c["products"])
-            d_x = d_x - beta * xy
-            p = p - beta * yy
-        x_new = plain(x, d_x, alpha, problem.upper_set)
-        info = StepInfo(upper=f.value, lower=descent.lower, inner_iterations=T, lr=alpha)
-        return x_new, descent.y, info
+    method_type = ITDMethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,14 +15,78 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
+from lightning_bilevel.solvers.constants import positive, whole
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["LuMei", "Saddle", "solve_saddle"]
+__all__ = ["LuMei", "LuMeiMethod", "Saddle", "solve_saddle"]
 
-_CONSTANTS = ("eps", "L_f", "L_g", "D", "max_inner")
+
+@dataclass(frozen=True, kw_only=True)
+class LuMeiState(State):
+    """The state of Lu and Mei's method.
+
+    Attributes:
+        z: The inner variable; None before the first iteration.
+        z_first: The z of the start, which the problem of each iteration draws to.
+    """
+
+    z: Tensor | None = None
+    z_first: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LuMeiMethod(Method[LuMeiState]):
+    """The constants of Lu and Mei's method and its iteration."""
+
+    eps: float = positive(0.1)
+    L_f: float = positive(1.0)
+    L_g: float = positive(1.0)
+    D: float = positive(10.0)
+    max_inner: int = whole(10_000)
+
+    def lr_at(self, k: int) -> float:
+        return 1 / (2 * (self.L_f + 2 * self.L_g / self.eps))
+
+    def step(self, problem: BilevelProblem, s: LuMeiState) -> tuple[LuMeiState, MultiplierInfo]:
+        eps, L_g = self.eps, self.L_g
+        rho, s_z, L_h = 1 / eps, eps / (2 * self.D), self.L_f + 2 * L_g / eps
+        accuracy = eps**1.5 / (s.k + 1)
+        first = math.ceil(self.D * math.sqrt(2 * L_g / eps)) if s.z is None else 0
+        y = _accelerated(problem, s.x, s.y, s.rate_y(1 / L_g), first)
+        z = y if s.z is None else s.z
+        z_first = y if s.z_first is None else s.z_first
+        sizes = [s.x.numel(), y.numel(), y.numel()]
+        feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
+        # The saddle problem is solved in w = (x, y, z), each in its unit.
+        scaled, size_u = s.metric.scaled, sizes[0] + sizes[1]
+        values: dict[str, Any] = {}
+
+        def F(w: Tensor) -> Tensor:
+            x, y, z = torch.split(scaled(w, 1), sizes)
+            f = problem.upper(x, y)
+            gap = problem.at(x).full_gap(y, z)
+            values.update(upper=f.value, lower=gap.value_y)
+            slopes = [f.grad_x + rho * gap.grad_x, f.grad_y + rho * gap.grad_y, rho * gap.grad_z]
+            # The gradients of L_h |u - u^k|^2 and s_z/2 |z - z^0|^2.
+            pulls = torch.cat([2 * L_h * (w - start)[:size_u], s_z * (w - anchor)[size_u:]])
+            return scaled(torch.cat(slopes), 1) + pulls
+
+        def project(w: Tensor) -> Tensor:
+            return scaled(feasible.project(scaled(w, 1)), -1)
+
+        start, anchor = (scaled(torch.cat([s.x, y, v]), -1) for v in (z, z_first))
+        saddle = Saddle(F, project, size_u, L_h, s_z, 3 * L_h + s_z)
+        w, residual, steps = solve_saddle(saddle, start, accuracy, self.max_inner)
+        x, y, z = (part.clone() for part in torch.split(scaled(w, 1), sizes))
+        if residual > accuracy:
+            # Python shows the same warning once.
+            warnings.warn(
+                f"LuMei ended outer iterations at the cap `max_inner={self.max_inner}`.",
+                stacklevel=5,
+            )
+        info = MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
+        return s.after(x, y, z=z, z_first=z_first), info
 
 
 class LuMei(BilevelOptimizer):
@@ -79,65 +144,14 @@ class LuMei(BilevelOptimizer):
         it is for the whole iteration.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        eps: float = 0.1,
-        L_f: float = 1.0,
-        L_g: float = 1.0,
-        D: float = 10.0,
-        max_inner: int = 10_000,
-    ) -> None:
-        given = {"eps": eps, "L_f": L_f, "L_g": L_g, "D": D, "max_inner": max_inner}
-        *positive, whole = _CONSTANTS
-        constants = checked_arguments("LuMei", given, positive=positive, whole=[whole])
-        super().__init__(params, {"lr": 1 / (2 * (L_f + 2 * L_g / eps)), **constants})
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        eps, L_f, L_g, D, cap = (self.constants[name] for name in _CONSTANTS)
-        rho = 1 / eps
-        L_h = L_f + 2 * L_g / eps
-        s_z = eps / (2 * D)
-        accuracy = eps**1.5 / (self.memory["iteration"] + 1)
-        first = 0 if "z" in self.memory else math.ceil(D * math.sqrt(2 * L_g / eps))
-        y = _accelerated(problem, x, y, 1 / L_g, first)
-        z = self.memory.get("z", y)
-        z_first = self.memory.get("z_first", y)
-        center = torch.cat([x, y])
-        sizes = [x.numel(), y.numel(), y.numel()]
-        feasible = Product([problem.upper_set, problem.lower_set, problem.lower_set], sizes)
-        values: dict[str, Any] = {}
-
-        def F(w: Tensor) -> Tensor:
-            x, y, z = torch.split(w, sizes)
-            f = problem.upper(x, y)
-            gap = problem.at(x, remember=False).full_gap(y, z)
-            values.update(upper=f.value, lower=gap.value_y)
-            of_u = torch.cat([f.grad_x + rho * gap.grad_x, f.grad_y + rho * gap.grad_y])
-            of_z = rho * gap.grad_z + s_z * (z - z_first)
-            return torch.cat([of_u + 2 * L_h * (torch.cat([x, y]) - center), of_z])
-
-        saddle = Saddle(F, feasible.project, center.numel(), L_h, s_z, 3 * L_h + s_z)
-        w, residual, steps = solve_saddle(saddle, torch.cat([center, z]), accuracy, cap)
-        x, y, z = (part.clone() for part in torch.split(w, sizes))
-        self.memory.update(z=z, z_first=z_first)
-        if residual > accuracy:
-            # Python shows the same warning once.
-            warnings.warn(
-                f"LuMei ended outer iterations at the cap `max_inner={cap}`.", stacklevel=3
-            )
-        return x, y, MultiplierInfo(**values, inner_iterations=first + steps, multiplier=rho)
+    method_type = LuMeiMethod
 
 
 def _accelerated(problem: BilevelProblem, x: Tensor, y: Tensor, step: float, steps: int) -> Tensor:
     """Return y after Nesterov's accelerated projected gradient steps for convex functions."""
-    ahead = y
-    t = 1.0
+    here, ahead, t = problem.at(x), y, 1.0
     for _ in range(steps):
-        new = plain(ahead, problem.at(x).gradient(ahead), step, problem.lower_set)
+        new = problem.lower_set.project(ahead - step * here.gradient(ahead))
         before, t = t, (1 + math.sqrt(1 + 4 * t * t)) / 2
         ahead = new + (before - 1) / t * (new - y)
         y = new

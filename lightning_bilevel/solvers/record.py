@@ -45,7 +45,7 @@ def tag_of(attribute: str) -> str:
 class StepInfo:
     r"""The record of one outer iteration.
 
-    A method fills in the first three fields, and lr if its step size changes;
+    A method fills in the first three fields, and lr if no constant is its step size;
     :class:`~lightning_bilevel.solvers.base.BilevelOptimizer` fills in the rest.
 
     Attributes:
@@ -53,8 +53,7 @@ class StepInfo:
             method says which).
         lower: g(x, y), likewise.
         inner_iterations: Gradient steps on the lower level.
-        lr: The step size of the upper level, which a LearningRateMonitor shows; None leaves the one
-            in the parameter groups unchanged.
+        lr: The step size of the upper level, which a LearningRateMonitor shows.
         iteration: The number of the iteration, from 1.
         step: :math:`\|w^{k+1} - w^k\|`, in the units that the solver works in; computed if the
             method leaves it at nan.

@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, Units
+from lightning_bilevel.solvers.constants import choice, nonnegative, positive, whole
+from lightning_bilevel.solvers.descent import AheadState, descend
 from lightning_bilevel.solvers.record import MultiplierInfo
-from lightning_bilevel.solvers.steps import descend, plain
 
-__all__ = ["SLM"]
+__all__ = ["SLM", "SLMMethod"]
 
-Dual = Literal["ascent", "damped"]
+
+@dataclass(frozen=True, kw_only=True)
+class SLMState(AheadState):
+    """The state of SLM.
+
+    Attributes:
+        multiplier: The multiplier of the next iteration.
+        z: The inner variable, if it goes on; None where it starts at y.
+    """
+
+    multiplier: float
+    z: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SLMMethod(Method[SLMState]):
+    """The constants of SLM and its iteration."""
+
+    eta: float = positive(0.01)
+    alpha: float = positive(0.01)
+    gamma: float = positive(0.01)
+    tau: float = positive(0.01)
+    T: int = whole(10)
+    delta: float = nonnegative(1e-3)
+    lambda0: float = nonnegative(0.0)
+    restart: bool = True
+    dual: Literal["ascent", "damped"] = choice("ascent", "ascent", "damped")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual == "damped" and self.tau > 1:
+            raise ValueError(
+                f"`SLM(tau={self.tau!r}, dual='damped')` must be at most 1: it is the damping of "
+                "the multiplier."
+            )
+
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> SLMState:
+        return SLMState(x=x, y=y, units=units, multiplier=float(self.lambda0))
+
+    def step(self, problem: BilevelProblem, s: SLMState) -> tuple[SLMState, MultiplierInfo]:
+        inner_step, dual_step, damping = self.gamma, self.tau, 0.0
+        if self.dual == "damped":
+            # In this reading gamma and tau belong to the multiplier.
+            inner_step, dual_step, damping = self.alpha, self.gamma, self.tau
+        weight, here, at_y = s.multiplier, s.here or problem.at(s.x), LowerPoint(s.y)
+        start = at_y if s.z is None else s.z
+        inner = descend(here, start, s.rate_y(inner_step), self.T, problem.lower_set)
+        z = LowerPoint(inner.end)
+        f = problem.upper(s.x, s.y)
+        gap = here.gap(at_y, z, inner.first if s.z is None else None)
+        d_x, d_y = f.grad_x + weight * gap.grad_x, f.grad_y + weight * gap.grad_y
+        x = problem.upper_set.project(s.x - s.rate_x(self.eta) * d_x)
+        y = problem.lower_set.project(s.y - s.rate_y(self.alpha) * d_y)
+        there = problem.at(x)
+        lower = there.value(y)
+        slack = lower - there.value(z) - self.delta
+        info = MultiplierInfo(
+            upper=f.value, lower=lower, inner_iterations=self.T, multiplier=weight
+        )
+        new = s.after(
+            x,
+            y,
+            here=there,
+            multiplier=max(0.0, (1 - damping) * weight + dual_step * slack),
+            z=None if self.restart else inner.end,
+        )
+        return new, info
 
 
 class SLM(BilevelOptimizer):
@@ -71,60 +138,4 @@ class SLM(BilevelOptimizer):
         smoothing the method's name refers to is not part of this reading.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        eta: float = 0.01,
-        alpha: float = 0.01,
-        gamma: float = 0.01,
-        tau: float = 0.01,
-        T: int = 10,
-        delta: float = 1e-3,
-        lambda0: float = 0.0,
-        restart: bool = True,
-        dual: Dual = "ascent",
-    ) -> None:
-        if dual == "damped" and tau > 1:
-            raise ValueError(
-                f"`SLM(tau={tau!r}, dual='damped')` must be at most 1: it is the damping of the "
-                "multiplier."
-            )
-        constants = constants_of(
-            locals(),
-            lr="eta",
-            positive=("eta", "alpha", "gamma", "tau"),
-            nonnegative=("delta", "lambda0"),
-            whole=("T",),
-            choices={"dual": get_args(Dual)},
-        )
-        super().__init__(params, constants)
-        self.memory["lambda"] = float(lambda0)
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, MultiplierInfo]:
-        c = self.constants
-        weight = self.memory["lambda"]
-        if c["dual"] == "damped":
-            # In this reading gamma and tau belong to the multiplier.
-            inner_step, dual_step, damping = c["alpha"], c["gamma"], c["tau"]
-        else:
-            inner_step, dual_step, damping = c["gamma"], c["tau"], 0.0
-        here = problem.at(x)
-        z_start = y if c["restart"] else self.memory.get("z", y)
-        z = descend(here, z_start, inner_step, c["T"], problem.lower_set)
-        f = problem.upper(x, y)
-        gap = here.gap(y, z)
-        x_new = plain(x, f.grad_x + weight * gap.grad_x, c["eta"], problem.upper_set)
-        y_new = plain(y, f.grad_y + weight * gap.grad_y, c["alpha"], problem.lower_set)
-        there = problem.at(x_new)
-        lower = there.value(y_new)
-        slack = lower - there.value(z) - c["delta"]
-        self.memory["lambda"] = max(0.0, (1 - damping) * weight + dual_step * slack)
-        if not c["restart"]:
-            self.memory["z"] = z
-        info = MultiplierInfo(
-            upper=f.value, lower=lower, inner_iterations=c["T"], lr=c["eta"], multiplier=weight
-        )
-        return x_new, y_new, info
+    method_type = SLMMethod

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, get_args
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from lightning_bilevel.core.differences import difference_products
-from lightning_bilevel.core.faces import face_at
+from lightning_bilevel.core.curvature import difference_products
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.arguments import constants_of
-from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.hypergradient import Ways, resolution
-from lightning_bilevel.solvers.linear import nonpositive, warn_once
+from lightning_bilevel.core.sets import face_at
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method
+from lightning_bilevel.solvers.constants import Power, choice, nonnegative, schedule
+from lightning_bilevel.solvers.hypergradient import (
+    AdjointState,
+    Ways,
+    nonpositive,
+    resolution,
+    warn_once,
+)
 from lightning_bilevel.solvers.record import AdjointInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
-from lightning_bilevel.solvers.steps import plain
 
-__all__ = ["SOBA"]
+__all__ = ["SOBA", "SOBAMethod"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SOBAMethod(Method[AdjointState]):
+    """The constants of SOBA and its iteration."""
+
+    alpha: Power = schedule(0.01)
+    beta: Power = schedule(0.01)
+    damping: float = nonnegative(0.0)
+    products: Ways = choice("autograd", "autograd", "difference")
+
+    def step(self, problem: BilevelProblem, s: AdjointState) -> tuple[AdjointState, AdjointInfo]:
+        alpha, beta, unit = self.alpha.at(s.k), s.rate_y(self.beta.at(s.k)), s.units[1]
+        v = torch.zeros_like(s.y) if s.v is None else s.v
+        here = problem.at(s.x)
+        f = problem.upper(s.x, s.y)
+        if self.products == "autograd":
+            lower, slope, yy, xy = here.products(s.y, v)
+        else:
+            lower, slope = here.value_and_gradient(s.y)
+            yy, xy = difference_products(here, s.y, v, unit=unit)
+        u = s.y - beta * slope
+        face = face_at(problem.lower_set, u)
+        Av = yy + (face.bend / beta + self.damping / unit**2) * v
+        curvature = nonpositive(v, Av, resolution(self.products, v.dtype))
+        warned = warn_once(
+            self.name, s.indefinite, curvature, self.damping, "The steps of v may diverge.", unit
+        )
+        x = problem.upper_set.project(s.x - s.rate_x(alpha) * (f.grad_x - xy))
+        y = problem.lower_set.project(u)
+        v = face.tangent(v - beta * (Av - f.grad_y))
+        bent = curvature is not None
+        info = AdjointInfo(upper=f.value, lower=lower, inner_iterations=1, indefinite=bent)
+        return s.after(x, y, v=v, indefinite=warned), info
 
 
 class SOBA(BilevelOptimizer):
@@ -54,7 +89,7 @@ class SOBA(BilevelOptimizer):
         products: ``"autograd"`` differentiates g twice; ``"difference"`` takes central differences
             of its gradients, for models that have no second derivatives.
 
-    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.schedule.Power`).
+    alpha and beta are numbers or schedules (:class:`~lightning_bilevel.solvers.constants.Power`).
     The defaults are generic.
 
     References:
@@ -67,59 +102,4 @@ class SOBA(BilevelOptimizer):
         paper. The projections and the damping are not part of it.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        alpha: float | Power = 0.01,
-        beta: float | Power = 0.01,
-        damping: float = 0.0,
-        products: Ways = "autograd",
-    ) -> None:
-        constants = constants_of(
-            locals(),
-            lr="alpha",
-            schedules=("alpha", "beta"),
-            nonnegative=("damping",),
-            choices={"products": get_args(Ways)},
-        )
-        super().__init__(params, constants)
-        # Whether a curvature that is not positive has been reported.
-        self.memory["indefinite"] = False
-
-    def advance(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, AdjointInfo]:
-        c = self.constants
-        k = self.memory["iteration"]
-        alpha = value_at(c["alpha"], k)
-        beta = value_at(c["beta"], k)
-        v = self.memory["v"] if "v" in self.memory else torch.zeros_like(y)
-        here = problem.at(x)
-        f = problem.upper(x, y)
-        if c["products"] == "autograd":
-            lower, slope, yy, xy = here.products(y, v)
-        else:
-            lower, slope = here.value_and_gradient(y)
-            yy, xy = difference_products(here, y, v)
-        face = face_at(problem.lower_set, y - beta * slope)
-        Av = yy + (face.bend / beta + c["damping"]) * v
-        curvature = nonpositive(v, Av, resolution(c["products"], y.dtype))
-        self.memory["indefinite"] = warn_once(
-            "SOBA",
-            self.memory["indefinite"],
-            curvature,
-            c["damping"],
-            "The steps of v may diverge.",
-        )
-        x_new = plain(x, f.grad_x - xy, alpha, problem.upper_set)
-        y_new = plain(y, slope, beta, problem.lower_set)
-        self.memory["v"] = face.tangent(v - beta * (Av - f.grad_y))
-        info = AdjointInfo(
-            upper=f.value,
-            lower=lower,
-            inner_iterations=1,
-            lr=alpha,
-            indefinite=curvature is not None,
-        )
-        return x_new, y_new, info
+    method_type = SOBAMethod

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_bilevel import (
     BilevelProblem,
     Box,
-    Certificate,
     Envelope,
     NonFiniteError,
 )
@@ -71,14 +70,6 @@ def test_none_cost_nothing() -> None:
     problem = BilevelProblem(f, g)
     assert problem.residuals(X, Y) == ((), ())
     assert problem.calls == Calls()
-
-
-def test_in_units_they_follow_the_chain_rule() -> None:
-    residuals = made().in_units(2.0, 0.5).residuals(X / 2.0, Y / 0.5)
-    assert residuals.values == pytest.approx(VALUES)
-    scale = torch.tensor([2.0, 2.0, 0.5, 0.5, 0.5], dtype=torch.float64)
-    for got, expected in zip(residuals.gradients, GRADIENTS, strict=True):
-        torch.testing.assert_close(got, scale * torch.tensor(expected, dtype=torch.float64))
 
 
 def test_chunks_are_added() -> None:
@@ -218,7 +209,9 @@ class TestCertificate:
 
     def test_it_is_shown_and_saved(self) -> None:
         c = certify(self.problem(), self.SOLUTION, self.REST, ENVELOPE)
-        assert Certificate(**json.loads(json.dumps(c.as_dict()))) == c
+        saved = json.loads(json.dumps(c.as_dict()))
+        assert saved["constraints"] == c.constraints
+        assert saved["constraint_multipliers"] == c.constraint_multipliers
         rows = dict(c.rows())
         assert re.fullmatch(r"0\.000e\+00 \(multiplier 1\)", rows["constraint 1"])
         assert rows["theorem of IVSP"].startswith("does not apply: there is no lower level")

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import PROBLEMS, Problem, random_problem, sine_functions
+from helpers import PROBLEMS, Problem, in_units, random_problem, sine_functions
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError, InnerLoopError, NonFiniteError
+from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap, gradient_error
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import inexact_prox, precise_prox
@@ -212,6 +213,12 @@ class TestGap:
             reference.gap(s.functions, x, y, s.exact_z, s.envelope.rho, s.envelope.delta), abs=1e-13
         )
         assert torch.equal(point.z, z)
+        known = s.problem.at(s.x).gradient(s.y)
+        again = evaluate_gap(s.problem.at(s.x), LowerPoint(s.y), LowerPoint(z), s.envelope, known)
+        assert all(
+            torch.equal(*map(torch.as_tensor, pair))
+            for pair in zip(vars(again).values(), vars(point).values(), strict=True)
+        )
 
     def test_error_of_the_gradient_is_within_its_bound(self, case: Any) -> None:
         # E with b = 0 bounds the error of grad R itself.
@@ -433,7 +440,7 @@ class TestPreciseProx:
         x, y = problem.at("solution")
         built = problem.build()
         z = precise_prox(built.at(x), y, problem.envelope.rho, built.lower_set, tolerance=1e-10)
-        scaled = built.in_units(1.0, 100.0)
+        scaled = in_units(problem, 1.0, 100.0)
         again = precise_prox(
             scaled.at(x), y / 100.0, problem.envelope.rho / 1e4, scaled.lower_set, tolerance=1e-8
         )
@@ -475,6 +482,16 @@ class TestEnvelope:
         assert envelope.stationarity_bound() == pytest.approx(math.sqrt(2 * 0.02 / (0.5 * 0.5)))
         assert envelope.distance_bound(0.03) == pytest.approx(math.sqrt(2 * 0.5 * 0.05 / 0.5))
         assert envelope.stationarity_bound(0.03) == pytest.approx(math.sqrt(2 * 0.05 / (0.5 * 0.5)))
+
+    @pytest.mark.parametrize("unit", [0.5, 3.0])
+    def test_in_a_unit_the_proximal_term_and_the_bounds_are_those_of_it(self, unit: float) -> None:
+        envelope = Envelope(rho=0.5, sigma=1.0, delta=0.02)
+        other = envelope.in_unit(unit)
+        step = 0.7  # of v, and unit * step of y
+        assert (unit * step) ** 2 / other.rho == pytest.approx(step**2 / envelope.rho)
+        assert other.rho * other.sigma == pytest.approx(0.5)
+        assert other.distance_bound(0.03) == pytest.approx(unit * envelope.distance_bound(0.03))
+        assert other.delta == 0.02
 
     def test_bounds_of_the_synthetic_problem(self) -> None:
         """After 300 iterations it is violated by 2.65e-4, and |y - z| is 0.0290."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_bilevel.core.differences import difference_curvature, difference_products
+from lightning_bilevel.core.curvature import difference_curvature, difference_products
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
-from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.lower import LowerLevel, LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem, Calls
 
 NX, NY = 3, 4
@@ -60,6 +60,10 @@ def expected(
     return hessian[1][1] @ v, hessian[0][1] @ v
 
 
+def curvature_of(lower: LowerLevel) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda y, v: lower.curvature(LowerPoint(y), v)
+
+
 def at(function: Any = g, **more: Any) -> LowerLevel:
     return BilevelProblem(f, function, **more).at(X)
 
@@ -96,7 +100,7 @@ def test_double_differentiation_equals_the_whole_matrices(name: str) -> None:
         torch.testing.assert_close(got.grad_y, slope, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(got.yy, yy, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(got.xy, xy, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lower.curvature(Y, V), yy, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lower.curvature(LowerPoint(Y), V), yy, rtol=1e-12, atol=1e-12)
         lower.gap(Y, V)
         torch.testing.assert_close(lower.gradient(Y), slope, rtol=1e-12, atol=1e-12)
 
@@ -159,10 +163,10 @@ def test_of_a_linear_function_they_are_zero() -> None:
     lower = at(lambda x, y: y.sum() + x.sum())
     assert float(lower.products(Y, V).yy.norm()) == 0.0
     assert float(lower.products(Y, V).xy.norm()) == 0.0
-    assert float(lower.curvature(Y, V).norm()) == 0.0
+    assert float(lower.curvature(LowerPoint(Y), V).norm()) == 0.0
     # Chunks of which one alone is curved.
     mixed = at([lambda x, y: y.sum(), lambda x, y: (y**2).sum()])
-    torch.testing.assert_close(mixed.curvature(Y, V), 2 * V)
+    torch.testing.assert_close(mixed.curvature(LowerPoint(Y), V), 2 * V)
 
 
 def test_each_is_two_passes_and_says_of_what() -> None:
@@ -170,7 +174,7 @@ def test_each_is_two_passes_and_says_of_what() -> None:
     lower = problem.at(X)
     for call, calls in (
         (lambda: lower.products(Y, V), Calls(products=1)),
-        (lambda: lower.curvature(Y, V), Calls(products=1)),
+        (lambda: lower.curvature(LowerPoint(Y), V), Calls(products=1)),
         (lambda: difference_products(lower, Y, V), Calls(gap=1)),
         (lambda: difference_curvature(lower, Y, V), Calls(lower=2)),
     ):
@@ -194,13 +198,16 @@ def test_features_are_computed_once_per_x_and_outputs_once_per_y() -> None:
     lower = at(of_features, features=counting("features", features))
     for number in range(3):
         lower.products(Y + number, V)
-        lower.curvature(Y + number, V)
+        lower.curvature(LowerPoint(Y + number), V)
     assert counted["features"] == 1
     lower = at(of_outputs, outputs=counting("outputs", outputs))
+    point = LowerPoint(Y)
+    lower.gradient(point)
     for _ in range(3):
-        lower.curvature(Y, V)
-    lower.products(Y, V)
+        lower.curvature(point, V)
     assert counted["outputs"] == 1
+    lower.products(Y, V)  # at a point that is met once
+    assert counted["outputs"] == 2
 
 
 def test_they_are_summed_over_processes() -> None:
@@ -211,7 +218,7 @@ def test_they_are_summed_over_processes() -> None:
     torch.testing.assert_close(got.yy, 2 * yy, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.xy, 2 * xy, rtol=1e-12, atol=1e-12)
     assert got.value == pytest.approx(2 * g(X, Y).item())
-    torch.testing.assert_close(lower.curvature(Y, V), 2 * yy, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lower.curvature(LowerPoint(Y), V), 2 * yy, rtol=1e-12, atol=1e-12)
     assert float((difference_products(lower, Y, V)[1] - 2 * xy).norm()) < 1e-7
 
 
@@ -230,22 +237,12 @@ def test_a_process_without_data_takes_part() -> None:
     assert torch.equal(got.xy, torch.ones(NX, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("units", [(2.0, 0.5), (0.3, 7.0)])
-def test_in_units_they_follow_the_chain_rule(units: tuple[float, float]) -> None:
-    upper, lower = units
-    level = BilevelProblem(f, g).in_units(upper, lower).at(X / upper)
-    yy, xy = expected(g)
-    got = level.products(Y / lower, V)
-    torch.testing.assert_close(got.yy, lower**2 * yy, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got.xy, upper * lower * xy, rtol=1e-12, atol=1e-12)
-
-
 def test_second_derivatives_that_are_not_finite_are_an_error() -> None:
     """Those of |y|^1.5 at 0, where value and gradient are finite."""
     y = torch.zeros(NY, dtype=torch.float64)
     lower = at(lambda x, y: (y.abs() ** 1.5).sum() + x.sum())
     lower.gradient(y)
-    for call in (lower.products, lower.curvature):
+    for call in (lower.products, curvature_of(lower)):
         with pytest.raises(NonFiniteError, match="lower-level function g returned a gradient with"):
             call(y, V)
 
@@ -267,7 +264,7 @@ class Cube(torch.autograd.Function):
 
 def test_a_model_without_second_derivatives_is_sent_to_differences() -> None:
     lower = at(lambda x, y: (Cube.apply(y) ** 2).sum() + (y**2).sum() + y @ (W @ x))
-    for call in (lower.products, lower.curvature):
+    for call in (lower.products, curvature_of(lower)):
         with pytest.raises(BilevelError, match="g has no second derivatives here") as caught:
             call(Y, V)
         assert "a function in it is marked once_differentiable" in str(caught.value)
@@ -284,7 +281,7 @@ def test_so_is_an_operation_of_torch_without_them() -> None:
         return torch.nn.functional.ctc_loss(scores, torch.tensor([[1]]), *lengths) + x.sum()
 
     with pytest.raises(BilevelError, match=r"derivatives here \(derivative for aten::_ctc_loss_b"):
-        at(ctc).curvature(Y, V)
+        at(ctc).curvature(LowerPoint(Y), V)
 
 
 def test_any_other_error_of_the_second_derivative_stays_what_it_is() -> None:
@@ -309,12 +306,12 @@ def test_any_other_error_of_the_second_derivative_stays_what_it_is() -> None:
             raise RuntimeError("out of paper")
 
     with pytest.raises(RuntimeError, match=r"^out of paper$"):
-        at(lambda x, y: Broken.apply(y).sum()).curvature(Y, V)
+        at(lambda x, y: Broken.apply(y).sum()).curvature(LowerPoint(Y), V)
 
 
 def test_a_lower_level_without_y_is_refused() -> None:
     lower = at(lambda x, y: (x**2).sum())
-    for call in (lower.products, lower.curvature):
+    for call in (lower.products, curvature_of(lower)):
         with pytest.raises(ValueError, match="g does not depend on the lower-level variables y"):
             call(Y, V)
 

@@ -1,17 +1,17 @@
-"""What holds for every solver of the table, on every problem."""
+"""What holds for every solver of the table."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
-from dataclasses import asdict, replace
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from helpers import PROBLEMS, Problem, exact_residuals, groups, point_of
+from helpers import PROBLEMS, Problem, exact_residuals, groups, in_units, point_of
+from records import same, timeless
 from tables import (
     SOLVERS,
     Solver,
@@ -19,54 +19,42 @@ from tables import (
     every_pair,
     every_problem,
     every_solver,
+    place_of,
     solved,
 )
 from torch import Tensor
 
 import lightning_bilevel
-from lightning_bilevel import (
-    BilevelOptimizer,
-    BilevelProblem,
-    Box,
-    Calls,
-    Envelope,
-    IVSPInfo,
-    StepInfo,
-    certify,
-)
+from lightning_bilevel import BilevelOptimizer, BilevelProblem, Box, Calls, Envelope, certify
+from lightning_bilevel.solvers.base import Method, State
+from lightning_bilevel.solvers.constants import positive
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 by_name = {problem.name: problem for problem in PROBLEMS}
+Units = tuple[float, float]
 
 
 def begun(
     solver: Solver,
     problem: Problem,
     dtype: torch.dtype = torch.float64,
-    units: tuple[float, float] = (1.0, 1.0),
+    units: Units = (1.0, 1.0),
 ) -> BilevelOptimizer:
     return solver.make(problem)(groups(*problem.at(dtype=dtype), units))
 
 
-def advance(optimizer: BilevelOptimizer, problem: BilevelProblem, steps: int) -> list[StepInfo]:
-    return [optimizer.step(problem=problem) for _ in range(steps)]
+def facts(info: StepInfo) -> dict[str, Any]:
+    """The record but its time."""
+    return {**asdict(info), "optimization_time": None}
 
 
-def facts(history: list[StepInfo]) -> list[dict[str, Any]]:
-    """All of the records but their times."""
-    return [{**asdict(info), "optimization_time": None} for info in history]
-
-
-def same_point(a: BilevelOptimizer, b: BilevelOptimizer) -> bool:
-    return all(torch.equal(v, w) for v, w in zip(point_of(a), point_of(b), strict=True))
-
-
-def through_a_file(optimizer: BilevelOptimizer) -> dict[str, Any]:
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     """The state as a checkpoint gives it back."""
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(state, file)
     file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
+    read: dict[str, Any] = torch.load(file, weights_only=True)
+    return read
 
 
 def leaves(value: Any) -> list[Any]:
@@ -75,11 +63,6 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]
-
-
-def equal(a: Any, b: Any) -> bool:
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    return all(torch.equal(v, w) if isinstance(v, Tensor) else v == w for v, w in pairs)
 
 
 def counted(problem: Problem, count: dict[str, int], shift: float = 0.0) -> BilevelProblem:
@@ -96,39 +79,9 @@ def counted(problem: Problem, count: dict[str, int], shift: float = 0.0) -> Bile
     return BilevelProblem(f, g, problem.upper_set, problem.lower_set)
 
 
-class Step(NamedTuple):
-    """An iteration: its record, what was spent on it, the calls of f and g, and the point after it.
-
-    The point is x, and then y and the inner variable, which are in the lower set.
-    """
-
-    info: StepInfo
-    spent: Calls
-    called: dict[str, int]
-    x: Tensor
-    lower: list[Tensor]
-
-
-@cache
-def run_of(solver: Solver, problem: Problem) -> tuple[list[Step], BilevelOptimizer]:
-    """60 iterations, made once for all that is true of them, and the solver after them."""
-    count: dict[str, int] = {}
-    optimizer, built = begun(solver, problem, dtype_of(solver, problem)), counted(problem, count)
-    steps = []
-    for _ in range(60):
-        count.update(f=0, g=0)
-        before = built.calls
-        info = optimizer.step(problem=built)
-        x, y = point_of(optimizer)
-        inner = [] if solver.kept is None else [optimizer.memory[solver.kept].clone()]
-        steps.append(Step(info, built.calls - before, dict(count), x, [y, *inner]))
-    return steps, optimizer
-
-
-@cache
-def first_residual(problem: Problem) -> float:
-    """How far the start is from a KKT point of the relaxed problem."""
-    return certify(problem.build(), *problem.at(), problem.envelope).kkt
+def assert_counted(count: dict[str, int], calls: Calls) -> None:
+    below = calls.lower + 2 * calls.gap + calls.products + calls.values
+    assert count == {"f": calls.upper, "g": below}
 
 
 def test_the_table_has_every_solver() -> None:
@@ -144,160 +97,180 @@ def test_the_table_has_every_solver() -> None:
 
 
 @every_pair
-class TestContract:
-    def test_makes_progress(self, solver: Solver, problem: Problem) -> None:
-        """Towards a KKT point of the relaxed problem, whatever the method aims at."""
-        steps, optimizer = run_of(solver, problem)
-        history = [step.info for step in steps]
-        # In float64, so that the certificate is exact whatever the run is in.
-        end = [v.double() for v in (steps[-1].x, steps[-1].lower[0])]
-        last = certify(problem.build(), *end, problem.envelope).kkt
-        assert last < 0.7 * first_residual(problem)
-        assert [info.iteration for info in history] == list(range(1, 61))
-        assert optimizer.memory["iteration"] == 60
-        assert optimizer.memory["inner_iterations"] == sum(
-            info.inner_iterations for info in history
-        )
-        total = sum((info.calls for info in history), Calls())
-        assert optimizer.memory["passes"] == total.passes
-        times = [info.optimization_time for info in history]
-        assert times == sorted(times)
-        assert 0.0 < times[0] < times[-1]
-
-    def test_stays_in_the_sets(self, solver: Solver, problem: Problem) -> None:
-        """With its inner variable; exactly in a box, whose projection does not round."""
-        dtype = dtype_of(solver, problem)
-        rounding = 50 * torch.finfo(dtype).eps
-        for step in run_of(solver, problem)[0]:
-            for convex_set, v in (
-                (problem.upper_set, step.x),
-                *((problem.lower_set, v) for v in step.lower),
-            ):
-                assert v.dtype == dtype
-                projected = convex_set.project(v)
-                if isinstance(convex_set, Box):
-                    assert torch.equal(projected, v)
-                else:
-                    assert (projected - v).norm() <= rounding * (1 + v.norm())
-
-    def test_the_passes_are_stated_counted_and_real(self, solver: Solver, problem: Problem) -> None:
-        for k, (info, spent, called, *_) in enumerate(run_of(solver, problem)[0], 1):
-            assert info.calls == spent, k
-            assert called == {
-                "f": info.calls.upper,
-                "g": info.calls.lower
-                + 2 * info.calls.gap
-                + info.calls.products
-                + info.calls.values,
-            }, k
-            assert info.calls.passes == (solver.passes or info.calls.passes), k
-
-    def test_so_are_those_on_changing_batches(self, solver: Solver, problem: Problem) -> None:
-        count = {"f": 0, "g": 0}
-        optimizer = begun(solver, problem)
-        for k in range(6):
-            count.update(f=0, g=0)
-            info = optimizer.step(problem=counted(problem, count, shift=1e-3 * k))
-            assert count == {
-                "f": info.calls.upper,
-                "g": info.calls.lower
-                + 2 * info.calls.gap
-                + info.calls.products
-                + info.calls.values,
-            }, k
-
-    def test_keeps_the_keys_and_types_of_its_state(self, solver: Solver, problem: Problem) -> None:
-        """Which are plain, and the inner variable is there where the method has one."""
-        optimizer, built = begun(solver, problem, torch.float32), problem.build()
-        kinds, constants = [], []
-        for _ in range(3):
-            optimizer.step(problem=built)
-            state = optimizer.state_dict()
-            assert list(state["state"]) == [0]
-            kinds.append({name: type(value) for name, value in state["state"][0].items()})
-            constants.append(
-                {name: type(value) for name, value in state["param_groups"][0].items()}
-            )
-            assert all(
-                type(leaf) in (int, float, bool, str, type(None))
-                for leaf in leaves(state["param_groups"])
-            )
-            tensors = {
-                name for name, value in state["state"][0].items() if isinstance(value, Tensor)
-            }
-            kept = {solver.kept, *solver.also} - {None}
-            assert tensors == kept
-            assert all(state["state"][0][name].dtype == torch.float32 for name in tensors)
-        assert kinds[0] == kinds[1] == kinds[2]
-        assert constants[0] == constants[1] == constants[2]
-        # A tuple is the theorem's points: two dictionaries of tensors and numbers.
-        assert set(kinds[0].values()) <= {Tensor, int, float, bool, tuple}
-        assert {type(leaf) for leaf in leaves(state["state"][0])} <= {Tensor, int, float, bool}
-
-    def test_resumes_bitwise_at_every_step(self, solver: Solver, problem: Problem) -> None:
-        check_resume(solver, problem, dtype_of(solver, problem), range(6))
-
-    def test_copies_run_on(self, solver: Solver, problem: Problem) -> None:
-        """Each for itself."""
-        optimizer, built = begun(solver, problem), problem.build()
-        advance(optimizer, built, 3)
-        straight = copy.deepcopy(optimizer)
-        expected = facts(advance(straight, built, 3))
-        for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-            assert facts(advance(copied, built, 3)) == expected
-            assert same_point(copied, straight)
-        got = facts(advance(optimizer, built, 3))
-        # The original knows what it has evaluated; a copy looks once more.
-        assert [{**info, "calls": None} for info in got] == [
-            {**info, "calls": None} for info in expected
-        ]
-        assert same_point(optimizer, straight)
-
-
-def check_resume(
-    solver: Solver,
-    problem: Problem,
-    dtype: torch.dtype,
-    stops: range,
-    units: tuple[float, float] = (1.0, 1.0),
-    more: int = 4,
+def test_a_run_is_counted_stays_in_the_sets_and_makes_progress(
+    solver: Solver, problem: Problem
 ) -> None:
-    """A run that is stopped and resumed from a file goes on as if it had not been stopped.
+    """Towards a KKT point of the relaxed problem, whatever the method aims at.
 
-    It is stopped before each of the steps `stops`.
+    Its inner variable is in Y too; in a box exactly, whose projection does not round.
     """
-    straight, built = begun(solver, problem, dtype, units), problem.build()
-    states, history = {}, []
-    for k in range(stops.stop + more):
-        if k in stops or k - more in stops:
-            states[k] = through_a_file(straight), point_of(straight)
-        if k < stops.stop + more - 1:
-            history += advance(straight, built, 1)
-    for stop in stops:
-        state, point = states[stop]
-        # With other constants and units, which the load replaces.
-        resumed = solver.kind(groups(*point))
-        resumed.load_state_dict(state)
-        got = advance(resumed, problem.build(), more)
-        assert facts(got) == facts(history[stop : stop + more]), stop
-        expected = states[stop + more]
-        assert all(
-            torch.equal(a, b) for a, b in zip(point_of(resumed), expected[1], strict=True)
-        ), stop
-        for name, value in expected[0]["state"][0].items():
-            if name != "optimization_time":
-                assert equal(resumed.memory[name], value), (stop, name)
-        if stop:
-            assert got[0].optimization_time > history[stop - 1].optimization_time
+    dtype, count = dtype_of(solver, problem), {"f": 0, "g": 0}
+    optimizer, built = begun(solver, problem, dtype), counted(problem, count)
+    history: list[StepInfo] = []
+    for k in range(60):
+        count.update(f=0, g=0)
+        before = built.calls
+        info = optimizer.step(problem=built)
+        assert info.calls == built.calls - before
+        assert_counted(count, info.calls)
+        assert info.calls.passes == (solver.passes or info.calls.passes)
+        assert info.iteration == k + 1
+        history.append(info)
+        x, y = point_of(optimizer)
+        inner = [] if solver.kept is None else [getattr(optimizer.run, solver.kept)]
+        for convex_set, v in (
+            (problem.upper_set, x),
+            *((problem.lower_set, v) for v in (y, *inner)),
+        ):
+            assert v.dtype == dtype
+            projected = convex_set.project(v)
+            if isinstance(convex_set, Box):
+                assert torch.equal(projected, v)
+            else:
+                assert (projected - v).norm() <= 50 * torch.finfo(dtype).eps * (1 + v.norm())
+    progress = optimizer.progress
+    assert progress.iterations == 60
+    assert progress.inner_iterations == sum(info.inner_iterations for info in history)
+    assert progress.passes == sum((info.calls for info in history), Calls()).passes
+    assert progress.passes == history[-1].passes
+    times = [info.optimization_time for info in history]
+    assert times == sorted(times)
+    assert 0.0 < times[0] < times[-1] == progress.optimization_time
+    # In float64, so that the certificate is exact whatever the run is in.
+    last = certify(problem.build(), x.double(), y.double(), problem.envelope).kkt
+    assert last < 0.7 * certify(problem.build(), *problem.at(), problem.envelope).kkt
 
 
-@pytest.mark.parametrize("name", ["active_box", "ball", "simplex"])
 @every_solver
-def test_resumes_bitwise_in_units_too(solver: Solver, name: str) -> None:
+def test_passes_on_changing_batches_are_counted(solver: Solver) -> None:
+    count = {"f": 0, "g": 0}
+    optimizer = begun(solver, by_name["ball"])
+    for k in range(6):
+        count.update(f=0, g=0)
+        info = optimizer.step(problem=counted(by_name["ball"], count, shift=1e-3 * k))
+        assert_counted(count, info.calls)
+
+
+@every_solver
+def test_the_state_is_plain_data_with_the_same_keys_after_each_step(solver: Solver) -> None:
+    problem = by_name["simplex"]
+    optimizer, built = begun(solver, problem, torch.float32), problem.build()
+    state = optimizer.state_dict()["state"]
+    assert list(state) == ["constants", "progress", "run"]
+    assert state["run"] is None
+    keys = set()
+    for _ in range(3):
+        optimizer.step(problem=built)
+        now = optimizer.state_dict()
+        state = now["state"]
+        assert list(state) == ["constants", "progress", "run"]
+        keys.add((*state["constants"], *state["progress"], *state["run"]))
+        tensors = {name for name, value in state["run"].items() if isinstance(value, Tensor)}
+        assert tensors >= {name for name in (solver.kept, *solver.also) if name}
+        plain = (int, float, bool, str, type(None))
+        assert {type(v) for v in leaves([now["param_groups"], state["constants"]])} <= {*plain}
+        assert {type(v) for v in leaves(state)} <= {Tensor, *plain}
+        assert all(v.dtype == torch.float32 for v in leaves(state) if isinstance(v, Tensor))
+    assert len(keys) == 1
+    given = {**solver.constants, **solver.given(problem)}
+    made = solver.kind.method_type(**given)
+    assert {name: state["constants"][name] for name in given} == {
+        name: made.plain()[name] for name in given
+    }
+
+
+@every_pair
+def test_it_resumes_bitwise_at_every_step(solver: Solver, problem: Problem) -> None:
+    """From a file in a new solver, and as a copy: as if it had not been stopped."""
+    dtype, steps, more = dtype_of(solver, problem), 12, 2
+    units = ((1.0, 1.0), (2.0, 0.5), (0.3, 0.07))[place_of(solver, problem) % 3]
+    straight, built = begun(solver, problem, dtype, units), problem.build()
+    history: list[StepInfo] = []
+    ends: list[tuple[Any, Any]] = []
+    going_on: list[tuple[int, BilevelOptimizer, BilevelProblem]] = []
+    for k in range(steps + 1):
+        ends.append((timeless(straight), point_of(straight)))
+        if k <= steps - more:
+            # With other constants and units, which the load replaces.
+            resumed = solver.kind(groups(*point_of(straight)))
+            resumed.load_state_dict(through_a_file(straight.state_dict()))
+            going_on.append((k, resumed, problem.build()))
+        if k in (0, 3):
+            going_on.append((k, copy.deepcopy(straight), built))
+            going_on.append((k, pickle.loads(pickle.dumps(straight)), problem.build()))
+        if k < steps:
+            history.append(straight.step(problem=built))
+    for start, optimizer, its_problem in going_on:
+        assert same(timeless(optimizer), ends[start][0])
+        for k in range(start, start + more):
+            info = optimizer.step(problem=its_problem)
+            assert same(facts(info), facts(history[k])), (start, k)
+            assert same(timeless(optimizer), ends[k + 1][0]), (start, k)
+            assert same(point_of(optimizer), ends[k + 1][1]), (start, k)
+        assert info.optimization_time > (history[start - 1].optimization_time if start else 0.0)
+
+
+@pytest.mark.parametrize("name", ["active_box", "sine"])
+@every_solver
+def test_units_are_a_change_of_variables(solver: Solver, name: str) -> None:
+    """A run in units is one of the problem in u and v, x = a u and y = b v, without units."""
     problem = by_name[name]
-    dtype = dtype_of(solver, problem)
-    units = (2.0, 0.5) if dtype == torch.float32 else (0.3, 0.07)
-    check_resume(solver, problem, dtype, range(3, 5), units)
+    for a, b in ((4.0, 0.5), (0.3, 1.7)):
+        exact = a == 4.0  # powers of two round nothing
+        direct, built = begun(solver, problem, units=(a, b)), problem.build()
+        x, y = problem.at()
+        changed, other = solver.make(problem)(groups(x / a, y / b)), in_units(problem, a, b)
+        for _ in range(8):
+            info, expected = direct.step(problem=built), changed.step(problem=other)
+            u, v = point_of(changed)
+            if exact:
+                assert same(point_of(direct), (a * u, b * v))
+                assert info.calls == expected.calls
+            assert info.step == pytest.approx(expected.step, rel=0.0 if exact else 1e-6)
+            torch.testing.assert_close(point_of(direct), (a * u, b * v), rtol=1e-8, atol=1e-8)
+
+
+class TestOutsideWrites:
+    """A write to the parameters from outside is noticed by torch's count of their versions."""
+
+    @every_solver
+    def test_the_run_goes_on_from_there(self, solver: Solver) -> None:
+        problem = by_name["simplex"]
+        optimizer, built = begun(solver, problem), problem.build()
+        optimizer.step(problem=built)
+        state = through_a_file(optimizer.state_dict())
+        x, y = problem.at("solution")
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].copy_(x)
+            optimizer.param_groups[1]["params"][0].copy_(y)
+        optimizer.step(problem=built)
+        fresh = solver.kind(groups(x, y))
+        fresh.load_state_dict(state)
+        fresh.step(problem=problem.build())
+        assert same(point_of(optimizer), point_of(fresh))
+
+    def test_one_out_of_the_set_is_projected(self) -> None:
+        problem = by_name["active_box"]
+        optimizer, built = begun(SOLVERS["paper"], problem), problem.build()
+        optimizer.step(problem=built)
+        with torch.no_grad():
+            optimizer.param_groups[1]["params"][0].fill_(5.0)
+        with pytest.warns(UserWarning, match="The lower-level start lies outside"):
+            optimizer.step(problem=built)
+
+    def test_one_through_data_is_refused_at_the_hundredth_step(self) -> None:
+        problem = by_name["quadratic"]
+        optimizer, built = begun(SOLVERS["bome"], problem), problem.build()
+        for _ in range(100):
+            optimizer.step(problem=built)
+        optimizer.param_groups[0]["params"][0].data.add_(1.0)
+        before = timeless(optimizer)
+        with pytest.raises(
+            lightning_bilevel.BilevelError,
+            match=r"stopped in outer iteration 101: parameters were written through `\.data`",
+        ):
+            optimizer.step(problem=built)
+        assert same(timeless(optimizer), before)
 
 
 @every_problem
@@ -309,7 +282,7 @@ def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
     solution = solved(solver, problem)
     certificate, last = solution.certificate, solution.history[-1]
     assert certificate is not None
-    assert isinstance(last, IVSPInfo)
+    assert isinstance(last, PenaltyInfo)
     assert certificate.stationarity < 1e-3
     assert certificate.multiplier == 0 or abs(certificate.residual) <= last.mu / 2 + last.zeta
     assert certificate.own_multiplier
@@ -330,25 +303,26 @@ def test_ivsp_ends_at_a_kkt_point(solver: Solver, problem: Problem) -> None:
     assert certificate.multiplier == pytest.approx(problem.multiplier, rel=1e-2, abs=1e-3)
 
 
-def test_a_constant_called_lr_stays_what_it_is() -> None:
-    """A method that reports no step size keeps its own; one that does is shown with it."""
+@dataclass(frozen=True, kw_only=True)
+class SlowMethod(Method[State]):
+    rate: float = positive(0.5)
+    report: float | None = None
 
-    class Slow(BilevelOptimizer):
-        def __init__(self, params: Any, report: float | None) -> None:
-            super().__init__(params, {"lr": 0.5, "report": report})
+    def step(self, problem: BilevelProblem, s: State) -> tuple[State, StepInfo]:
+        f = problem.upper(s.x, s.y)
+        return s, StepInfo(upper=f.value, lower=0.0, inner_iterations=0, lr=self.report)
 
-        def advance(
-            self, problem: BilevelProblem, x: Tensor, y: Tensor
-        ) -> tuple[Tensor, Tensor, StepInfo]:
-            f = problem.upper(x, y)
-            return (
-                x,
-                y,
-                StepInfo(upper=f.value, lower=0.0, inner_iterations=0, lr=self.constants["report"]),
-            )
 
+class Slow(BilevelOptimizer):
+    method_type = SlowMethod
+
+
+@pytest.mark.parametrize(("report", "shown"), [(None, 0.5), (0.1, 0.1)])
+def test_the_shown_step_size_is_the_reported_one_or_the_constant(
+    report: float | None, shown: float
+) -> None:
     problem = by_name["quadratic"]
-    for report, shown in ((None, 0.5), (0.1, 0.1)):
-        solver = Slow(groups(*problem.at()), report)
-        solver.step(problem=problem.build())
-        assert [group["lr"] for group in solver.param_groups] == [shown, shown]
+    solver = Slow(groups(*problem.at()), report=report)
+    assert [group["lr"] for group in solver.param_groups] == [0.5, 0.5]
+    solver.step(problem=problem.build())
+    assert [group["lr"] for group in solver.param_groups] == [shown, shown]

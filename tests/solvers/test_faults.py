@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from helpers import PROBLEMS, groups, make_ivsp, point_of
+from records import same, timeless
 from tables import SOLVERS, Solver, every_solver
 from torch import Tensor
 
@@ -41,61 +43,103 @@ class WrongGradient(torch.autograd.Function):
         return slope * float("nan")
 
 
+def interrupted(value: Tensor) -> Tensor:
+    raise KeyboardInterrupt
+
+
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda value: value * float("nan"),
     "inf": lambda value: value + float("inf"),
     "-inf": lambda value: value - float("inf"),
     "gradient": WrongGradient.apply,  # type: ignore[dict-item]
+    "interrupt": interrupted,
 }
 
 
-def faulty(name: str, where: str, fault: str, when: Callable[[], bool]) -> BilevelProblem:
-    """A problem of the table whose f or g has a fault whenever `when` says so."""
+def faulty(
+    name: str, where: str, fault: str, when: Callable[[int], bool], calls: list[int] | None = None
+) -> BilevelProblem:
+    """A problem of the table whose f or g has a fault in the evaluations that `when` names.
+
+    They are numbered from 1; ``calls`` has the last number.
+    """
     problem = by_name[name]
+    counted = [0] if calls is None else calls
 
     def wrap(level: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, y: (
-            FAULTS[fault](function(x, y)) if level == where and when() else function(x, y)
-        )
+        def called(x: Tensor, y: Tensor) -> Tensor:
+            counted[0] += 1
+            value = function(x, y)
+            return FAULTS[fault](value) if when(counted[0]) else value
+
+        return called if level == where else function
 
     return BilevelProblem(
         wrap("f", problem.f), wrap("g", problem.g), problem.upper_set, problem.lower_set
     )
 
 
-class TestFromAnIterationOn:
+class TestAFaultLeavesStateAndParameters:
+    """As they were: on a healthy problem the run goes on as if the fault had not been."""
+
+    problem = by_name["ball"]
+
+    def begun(self, solver: Solver) -> Any:
+        optimizer = solver.make(self.problem)(groups(*self.problem.at()))
+        healthy = self.problem.build()
+        for _ in range(3):
+            optimizer.step(problem=healthy)
+        return optimizer
+
+    def assert_untouched(self, bad: Any, good: Any) -> None:
+        assert same(point_of(bad), point_of(good))
+        assert same(timeless(bad), timeless(good))
+        assert same([g["lr"] for g in bad.param_groups], [g["lr"] for g in good.param_groups])
+
     @pytest.mark.parametrize("fault", list(FAULTS))
     @every_solver
-    def test_the_run_stops_at_the_last_good_point(self, solver: Solver, fault: str) -> None:
+    def test_that_stays(self, solver: Solver, fault: str) -> None:
         # They alternate: every solver and every fault meets both.
         place = list(SOLVERS.values()).index(solver) + list(FAULTS).index(fault)
         where = "fg"[place % 2]
-        good, bad = (solver.make(by_name["ball"])(groups(*by_name["ball"].at())) for _ in range(2))
-        healthy = by_name["ball"].build()
-        broken = faulty("ball", where, fault, lambda: bad.memory["iteration"] >= 3)
-        for _ in range(3):
-            good.step(problem=healthy)
+        good, bad = self.begun(solver), self.begun(solver)
+        broken = faulty("ball", where, fault, lambda n: True)
+        expected = KeyboardInterrupt if fault == "interrupt" else NonFiniteError
+        with pytest.raises(expected) as caught:
             bad.step(problem=broken)
-        with pytest.raises(NonFiniteError) as caught:
-            bad.step(problem=broken)
-        told = str(caught.value)
-        assert f"{type(bad).__name__} stopped in outer iteration 4: " in told
-        assert f"{LEVELS[where]} returned a " in told
-        assert ("gradient with NaN" if fault == "gradient" else "value ") in told
-        assert "at a point with norm" in told
-        for mine, theirs in zip(point_of(bad), point_of(good), strict=True):
-            assert torch.equal(mine, theirs)
-        assert bad.memory.keys() == good.memory.keys()
-        for name, value in good.memory.items():
-            if name != "optimization_time":
-                torch.testing.assert_close(bad.memory[name], value, rtol=0, atol=0, msg=name)
-        # Nothing of the failed iteration has stayed: on a healthy problem the run goes on as if it
-        # had not been.
-        other = by_name["ball"].build()
-        bad.step(problem=other)
-        good.step(problem=other)
-        for mine, theirs in zip(point_of(bad), point_of(good), strict=True):
-            assert torch.equal(mine, theirs)
+        if expected is NonFiniteError:
+            told = str(caught.value)
+            assert f"{type(bad).__name__} stopped in outer iteration 4: " in told
+            assert f"{LEVELS[where]} returned a " in told
+            assert ("gradient with NaN" if fault == "gradient" else "value ") in told
+            assert "at a point with norm" in told
+        self.assert_untouched(bad, good)
+        other = self.problem.build()
+        for optimizer in (bad, good):
+            optimizer.step(problem=other)
+        self.assert_untouched(bad, good)
+
+    # The inner loop takes a point where g is not defined for too long a step.
+    @pytest.mark.filterwarnings("ignore:The inner loop diverged")
+    @every_solver
+    def test_at_each_evaluation_of_an_iteration_in_turn(self, solver: Solver) -> None:
+        """IVSP may recover from a trial or an inner step that could not be evaluated."""
+        for where in "fg":
+            calls, good = [0], self.begun(solver)
+            good.step(problem=faulty("ball", where, "nan", lambda n: False, calls))
+            assert calls[0]
+            for moment in range(1, calls[0] + 1):
+                bad, untouched = self.begun(solver), self.begun(solver)
+                broken = faulty("ball", where, "nan", lambda n, moment=moment: n == moment)
+                _, error = attempt(bad, broken, 1)
+                if error is None:
+                    assert solver.is_ivsp, (where, moment)
+                    assert all(bool(v.isfinite().all()) for v in point_of(bad))
+                    continue
+                assert f"{LEVELS[where]} returned a value nan" in str(error)
+                self.assert_untouched(bad, untouched)
+                bad.step(problem=broken)
+                self.assert_untouched(bad, good)
 
 
 def attempt(
@@ -118,13 +162,8 @@ def test_a_single_fault_of_ivsp_is_recovered_from_or_named(where: str) -> None:
     outcomes = []
     for moment in range(30):
         calls = [0]
-
-        def now(moment: int = moment, calls: list[int] = calls) -> bool:
-            calls[0] += 1
-            return calls[0] == moment + 1
-
         optimizer = make_ivsp(by_name["sine"], L_init=0.05)(groups(*by_name["sine"].at()))
-        problem = faulty("sine", where, "nan", now)
+        problem = faulty("sine", where, "nan", lambda n, moment=moment: n == moment + 1, calls)
         history, error = attempt(optimizer, problem, 6)
         outcomes.append("named" if error else "recovered" if calls[0] > moment else "not met")
         assert error is None or f"{LEVELS[where]} returned a" in str(error)
@@ -218,8 +257,7 @@ def test_a_step_to_infinity_is_not_taken() -> None:
     problem = BilevelProblem(
         lambda x, y: 1e30 * (x.sum() + y.sum()), lambda x, y: 1e-3 * (y - x).sum()
     )
-    optimizer = SOLVERS["bome"].make()(groups(torch.zeros(1), torch.zeros(2)))
-    optimizer.param_groups[0]["xi"] = 1e20
+    optimizer = SOLVERS["bome"].make(xi=1e20)(groups(torch.zeros(1), torch.zeros(2)))
     with pytest.raises(
         NonFiniteError,
         match=(
@@ -240,16 +278,18 @@ def scaled(name: str, f_scale: float, g_scale: float) -> BilevelProblem:
     )
 
 
+# IVSP meets every pair of scales, the paper's more of them; the others each scale of f and of g.
 SCALED = [
     (solver, f_scale, g_scale)
-    for solver in SOLVERS.values()
-    for f_scale in SCALES
-    for g_scale in SCALES
-    if solver.name == "paper" or not {f_scale, g_scale} & {1e-4, 1e4}
+    for place, solver in enumerate(SOLVERS.values())
+    for i, f_scale in enumerate(SCALES)
+    for j, g_scale in enumerate(SCALES)
+    if solver.name == "paper"
+    or not (i % 2 or j % 2 or (not solver.is_ivsp and (i + j + 2 * place) % 3))
 ]
 
 
-# The dtypes alternate: every solver meets both, with each scale of f and each of g.
+# The dtypes alternate: every solver meets both.
 @pytest.mark.parametrize(
     ("solver", "f_scale", "g_scale", "dtype"),
     [
@@ -299,22 +339,19 @@ class TestEdges:
         constants = {**self.problem.ivsp, "rho": 0.5, "delta": delta, "max_inner": 2000}
         self.ends(IVSP(groups(*self.problem.at()), **constants), 20)
 
-    @pytest.mark.parametrize(
-        ("i", "mu0"), list(enumerate([1e-2, 1e-8, 1e-30, 1e-200, 1e-310, 5e-324]))
-    )
-    @pytest.mark.parametrize(("k", "iteration"), list(enumerate([0, 10**6, 10**12, 10**18])))
-    def test_mu_after_very_many_iterations(
-        self, k: int, iteration: int, i: int, mu0: float
-    ) -> None:
-        # They alternate: every mu0 and every iteration meets both.
-        smoothing: Any = ("huber", "softplus")[(i + k) % 2]
-        optimizer = make_ivsp(self.problem, mu0=mu0, smoothing=smoothing, max_inner=2000)(
-            groups(*self.problem.at())
-        )
-        optimizer.memory["iteration"] = iteration
-        self.ends(optimizer, 5)
+    @pytest.mark.parametrize("k", [0, 10**6, 10**12, 10**18])
+    def test_mu_after_very_many_iterations(self, k: int) -> None:
+        for i, mu0 in enumerate([1e-2, 1e-8, 1e-30, 1e-200, 1e-310, 5e-324]):
+            # They alternate: every mu0 and every iteration meets both.
+            smoothing: Any = ("huber", "softplus")[(i + len(str(k))) % 2]
+            make = make_ivsp(self.problem, mu0=mu0, smoothing=smoothing, max_inner=2000)
+            x, y = self.problem.at()
+            optimizer = make(groups(x, y))
+            start = optimizer.method.start(self.problem.build(), x, y, (1.0, 1.0))
+            optimizer.run = replace(start, k=k)
+            self.ends(optimizer, 5)
 
-    def ends(self, optimizer: IVSP, steps: int) -> None:
+    def ends(self, optimizer: Any, steps: int) -> None:
         problem, before = self.problem.build(), point_of(optimizer)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -116,9 +116,9 @@ def test_one_step_by_hand(name: str) -> None:
     info = optimizer.step(problem=hand_problem())
     got_x, got_y = point_of(optimizer)
     assert (float(got_x), float(got_y)) == pytest.approx((x, y), abs=1e-12)
-    assert ("v" in optimizer.memory) == (v is not None)
+    assert (getattr(optimizer.run, "v", None) is not None) == (v is not None)
     if v is not None:
-        assert float(optimizer.memory["v"]) == pytest.approx(v, abs=1e-12)
+        assert float(optimizer.run.v) == pytest.approx(v, abs=1e-12)
     assert info.lr == 0.1
 
 
@@ -148,11 +148,11 @@ def test_a_second_step_of_soba_by_hand() -> None:
     optimizer.step(problem=problem)
     optimizer.step(problem=problem)
     assert [float(v) for v in point_of(optimizer)] == pytest.approx([0.38, 0.35])
-    assert float(optimizer.memory["v"]) == pytest.approx(-0.25)
+    assert float(optimizer.run.v) == pytest.approx(-0.25)
     # At (0.38, 0.35, -0.25): d = -1.62 + 2 (-0.25), and v - 0.25 (2 v - fy), fy = -1.3.
     optimizer.step(problem=problem)
     assert float(point_of(optimizer)[0]) == pytest.approx(0.38 + 0.212)
-    assert float(optimizer.memory["v"]) == pytest.approx(-0.25 - 0.25 * (-0.5 + 1.3))
+    assert float(optimizer.run.v) == pytest.approx(-0.25 - 0.25 * (-0.5 + 1.3))
 
 
 # --- Closed forms ---
@@ -239,7 +239,7 @@ class TestClosedForms:
         assert float(form.hypergradient(got_x).norm()) < 1e-7
         exact = form.solution(got_x)
         assert float((got_y - exact).norm()) < 1e-7
-        assert float((optimizer.memory["v"] - form.adjoint(got_x, exact)).norm()) < 1e-7
+        assert float((optimizer.run.v - form.adjoint(got_x, exact)).norm()) < 1e-7
 
     @pytest.mark.integration
     @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_the_adjoint_is_zero_at_active_bounds() -> None:
     for kind, more in ((AID, {"T": 5}), (SOBA, {})):
         optimizer = kind(groups(X, y), beta=0.4, **more)
         optimizer.step(problem=CLOSED_FORMS[0].build(lower_set))
-        assert torch.equal(optimizer.memory["v"] == 0.0, active)
+        assert torch.equal(optimizer.run.v == 0.0, active)
 
 
 # --- Curvature ---
@@ -461,8 +461,11 @@ def test_an_iteration_costs_what_the_docstring_states(solver: Any, calls: Calls)
         (partial(ITD, K=0), r"`ITD\(K=0\)` must be a positive whole number"),
         (partial(ITD, T=0), r"`ITD\(T=0\)` must be a positive whole number"),
         (partial(ITD, products="fast"), r"`ITD\(products='fast'\)` must be 'autograd' or 'differ"),
-        (partial(AID, N=0), r"`AID\(N=0\)` must be a positive whole number"),
-        (partial(AID, N=1.5), r"`AID\(N=1.5\)` must be a positive whole number"),
+        (
+            partial(AID, N=0),
+            r"`AID\(N=0, linear_solver='cg'\)` makes no step on v: N must be",
+        ),
+        (partial(AID, N=1.5), r"`AID\(N=1.5\)` must be a whole number of at least 0"),
         (partial(AID, linear_solver="lu"), r"`AID\(linear_solver='lu'\)` must be 'cg' or 'neum"),
         (partial(AID, damping=-1.0), r"`AID\(damping=-1.0\)` must be nonnegative and finite"),
         (partial(AID, tolerance=0.0), r"`AID\(tolerance=0.0\)` must be positive and finite"),

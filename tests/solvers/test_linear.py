@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel.solvers.linear import (
+from lightning_bilevel.solvers.hypergradient import (
     conjugate_gradients,
     fixed_point,
     nonpositive,
@@ -132,3 +132,8 @@ def test_the_warning_comes_once() -> None:
         assert warn_once("AID", True, -2.0, 0.5, "It stops.")
         assert not warn_once("AID", False, None, 0.5, "It stops.")
         assert warn_once("AID", True, None, 0.5, "It stops.")
+
+
+def test_a_curvature_is_told_in_the_unit_of_y_like_the_damping() -> None:
+    with pytest.warns(UserWarning, match=r"the curvature -8 .* A `damping` above 8\.5 makes it"):
+        warn_once("SOBA", False, -2.0, 0.5, "It may diverge.", 2.0)

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
-from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.bome import BOME
+from lightning_bilevel.solvers.constants import Power
 from lightning_bilevel.solvers.f2sa import F2SA
-from lightning_bilevel.solvers.meha import MEHA
-from lightning_bilevel.solvers.pngbio import PNGBiO
+from lightning_bilevel.solvers.meha import MEHA, PNGBiO
+from lightning_bilevel.solvers.pbgd import VPBGD
 from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
-from lightning_bilevel.solvers.schedule import Power, value_at
 from lightning_bilevel.solvers.slm import SLM
-from lightning_bilevel.solvers.vpbgd import VPBGD
 
 Array = NDArray[np.float64]
 Solver = type[BilevelOptimizer]
@@ -133,8 +131,8 @@ def test_first_step_by_hand(name: str) -> None:
 def test_multiplier_of_slm_by_hand() -> None:
     # 2 + 0.5 [(0.6 - 0.3)^2/2 - (0.5 - 0.3)^2/2] = 2.0125, and (1 - 0.5) 2 + 0.5 [(0.36)^2/2 -
     # (0.56)^2/2] = 0.954
-    assert by_hand("slm")[0].memory["lambda"] == pytest.approx(2.0125)
-    assert by_hand("slm-damped")[0].memory["lambda"] == pytest.approx(0.954)
+    assert by_hand("slm")[0].run.multiplier == pytest.approx(2.0125)
+    assert by_hand("slm-damped")[0].run.multiplier == pytest.approx(0.954)
 
 
 @pytest.mark.parametrize("dual", ["ascent", "damped"])
@@ -147,7 +145,7 @@ def test_multiplier_of_slm_stays_nonnegative(dual: str) -> None:
     )
     for _ in range(3):
         optimizer.step(problem=problem)
-        assert optimizer.memory["lambda"] == 0.0
+        assert optimizer.run.multiplier == 0.0
 
 
 @pytest.mark.parametrize(
@@ -478,7 +476,9 @@ def test_steps_are_those_of_the_formulas(case: Case, box: str) -> None:
         np.testing.assert_allclose(x.detach(), x_k, rtol=1e-10, atol=1e-13)
         np.testing.assert_allclose(y.detach(), y_k, rtol=1e-10, atol=1e-13)
         if case.kept is not None:
-            np.testing.assert_allclose(optimizer.memory[case.kept], inner, rtol=1e-10, atol=1e-13)
+            np.testing.assert_allclose(
+                getattr(optimizer.run, case.kept), inner, rtol=1e-10, atol=1e-13
+            )
     for index, bounds in ((0, BOXES[box][0]), (1, BOXES[box][1]), (2, BOXES[box][1])):
         assert any(touches(point[index], bounds) for point in expected) == (box == "narrow")
 
@@ -509,7 +509,7 @@ def test_passes_are_the_stated_ones(case: Case) -> None:
         assert info.calls.passes == case.passes
         # Values without a gradient are no passes: SLM's two are seen here.
         assert count["g"] == k * case.forwards
-    assert optimizer.memory["inner_iterations"] == 3 * case.settings.get("T", 1)
+    assert optimizer.progress.inner_iterations == 3 * case.settings.get("T", 1)
 
 
 @each_case
@@ -751,7 +751,8 @@ def test_a_schedule_may_be_given_as_it_is_stored(pair: Any) -> None:
     given, meant = (
         start(MEHA, vector(0.0), vector(0.0), alpha=alpha)[0] for alpha in (pair, Power(0.02, -0.5))
     )
-    assert given.constants["alpha"] == meant.constants["alpha"] == (0.02, -0.5)
+    assert given.constants == meant.constants
+    assert given.hyper_parameters["alpha"] == (0.02, -0.5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -779,14 +780,14 @@ def test_published_settings_differ_from_ivsp_in_the_solver_only(name: str) -> No
 def test_power_schedule() -> None:
     assert [Power(0.7, -0.5).at(k) for k in (0, 3, 99)] == pytest.approx([0.7, 0.35, 0.07])
     assert Power(3.0).at(10) == 3.0
-    assert [value_at((0.2, 0.25), k) for k in (0, 15)] == pytest.approx([0.2, 0.4])
-    assert checked_arguments(
-        "S", {"c": 2, "T": 3.0, "d": 0}, schedules=("c",), whole=("T",), nonnegative=("d",)
-    ) == {
-        "c": (2.0, 0.0),
-        "T": 3,
-        "d": 0,
-    }
+    assert [Power(0.2, 0.25).at(k) for k in (0, 15)] == pytest.approx([0.2, 0.4])
+
+
+def test_numbers_are_taken_as_they_are_meant() -> None:
+    optimizer, _, _ = start(VPBGD, vector(0.0), vector(0.0), gamma=2, T=3.0, alpha=1)
+    expected = {"alpha": 1, "beta": 0.01, "gamma": (2.0, 0.0), "T": 3, "restart": True}
+    assert optimizer.hyper_parameters == expected
+    assert isinstance(optimizer.hyper_parameters["T"], int)
 
 
 @pytest.mark.parametrize(
@@ -850,7 +851,5 @@ def test_what_has_no_part_in_the_method_is_not_kept(case: Case) -> None:
     """A method that restarts its inner variable has none in its state."""
     optimizer, _, _ = case.start()
     optimizer.step(problem=Quadratic(*BOXES["narrow"]).torch())
-    assert ("lambda" in optimizer.memory) == (case.solver is SLM)
-    assert [name for name in ("w", "z", "theta") if name in optimizer.memory] == (
-        [case.kept] if case.kept else []
-    )
+    kept = {name for name, value in optimizer.run.plain().items() if isinstance(value, Tensor)}
+    assert kept == ({case.kept} if case.kept else set())

@@ -109,6 +109,36 @@ def groups(x: Tensor, y: Tensor, units: tuple[float, float] = (1.0, 1.0)) -> lis
     ]
 
 
+@dataclass(frozen=True)
+class InUnit:
+    """The set of u with unit * u in another one."""
+
+    base: ConvexSet
+    unit: float
+
+    def project(self, v: Tensor) -> Tensor:
+        return self.base.project(self.unit * v) / self.unit
+
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return self.base.normal_cone_distance(self.unit * v, gradient)
+
+
+def in_unit(base: ConvexSet, unit: float) -> ConvexSet:
+    return (
+        Box(base.lower / unit, base.upper / unit) if isinstance(base, Box) else InUnit(base, unit)
+    )
+
+
+def in_units(problem: Problem, upper: float, lower: float) -> BilevelProblem:
+    """The problem in the variables u and v with x = upper * u and y = lower * v."""
+    return BilevelProblem(
+        lambda u, v: problem.f(upper * u, lower * v),
+        lambda u, v: problem.g(upper * u, lower * v),
+        in_unit(problem.upper_set, upper),
+        in_unit(problem.lower_set, lower),
+    )
+
+
 def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
     """The iterate, copied out of the parameters."""
     x, y = (

@@ -31,6 +31,13 @@ class Recorder(Callback):
         )
 
 
+def timeless(optimizer: Any) -> dict[str, Any]:
+    """The state of a solver but its time."""
+    state: dict[str, Any] = optimizer.state_dict()
+    state["state"]["progress"]["optimization_time"] = None
+    return state
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two states are equal, tensors bit for bit and in the same dtype."""
     if isinstance(a, torch.Tensor):

@@ -94,6 +94,7 @@ class AdaptiveRules(Rules):
         """Evaluate a trial from z, moved as far as y moves; reject it early by its values."""
         c, evaluate = self.constants, self.evaluate
         cap = min(c.max_inner, _MAX_INNER) if self.conditioned else c.max_inner
+        here.at_z.release()  # no trial starts from z itself
         start = evaluate.problem.lower_set.project(here.z + (w[here.split :] - here.y))
         # Further residuals are not among the values, and a fixed L takes all.
         if c.fixed_L is not None or len(here.residuals) > 1:

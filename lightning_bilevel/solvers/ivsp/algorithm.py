@@ -32,8 +32,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
     state_type: ClassVar[type[State]] = State
     penalised: ClassVar[bool] = True
 
-    @property
-    def lr(self) -> float:
+    def lr_at(self, k: int) -> float:
         return 0.0
 
     def in_use(self, s: State | None) -> IVSPConstants:

@@ -78,7 +78,7 @@ class IVSPConstants(Constants):
     B_R: float = nonnegative(None)
     theta_low: float = positive(1e-24)
     theta_hat: float = between(1.99, 0, 2)
-    smoothing: SmoothingName = choice("huber", "huber", "softplus")  # noqa: RUF009
+    smoothing: SmoothingName = choice("huber", "huber", "softplus")
     fixed_L: float = positive(None)
     max_trials: int = whole(100)
     max_inner: int = whole(10_000)

@@ -32,7 +32,7 @@ class Trial:
         merit: Its merit; a lower bound of it if the values alone rejected it.
         bound: What the merit had to be at most.
         step: :math:`\|w_L - w\|`.
-        point: None if it could not be evaluated, or was rejected by its values alone.
+        point: None if it was rejected or could not be evaluated.
         retry: The curvature of the next trial if this one is rejected.
     """
 
@@ -131,7 +131,10 @@ class Search:
             return Trial(False, value, bound, d, None, self.rules.retry(L, seen))
         value = merit.value(there, self.zeta)
         accepted = self.rules.constants.fixed_L is not None or value <= bound
-        return Trial(accepted, value, bound, d, there, L if accepted else self.rules.retry(L, seen))
+        if not accepted:
+            # The next trial needs the memory of this point.
+            return Trial(False, value, bound, d, None, self.rules.retry(L, seen))
+        return Trial(True, value, bound, d, there, L)
 
     def check_evaluated(self, trials: int) -> None:
         """Raise the last failure if none of the trials could be evaluated.

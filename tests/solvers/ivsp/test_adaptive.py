@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from lightning_bilevel import IVSP, BilevelProblem, Box, Envelope, certify
 from lightning_bilevel.core.errors import NonFiniteError
 from lightning_bilevel.core.moreau import gradient_error
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.sets import Free
@@ -54,8 +55,10 @@ def rules_at(gamma: float, mu: float = 0.1, **constants: float) -> AdaptiveRules
 
 
 def point(residual: float, grad_f: Tensor, grad_R: Tensor) -> Point:
-    w, none = torch.zeros(2, dtype=DOUBLE), (None,) * 3
-    return Point(w, 1, 1.0, grad_f, w[1:], 0.0, 0.0, (residual,), (grad_R,), 0, *none)
+    w, none = torch.zeros(2, dtype=DOUBLE), dict.fromkeys(("below", "at_y", "at_z"))
+    values: Any = {"f": 1.0, "grad_f": grad_f, "residual": residual, "grad_R": grad_R, **none}
+    rest = {"zeta": 0.0, "lower": 0.0, "halvings": 0, "beside": Residuals()}
+    return Point(w=w, split=1, z=w[1:], **values, **rest)
 
 
 class TestEarlyRejection:
