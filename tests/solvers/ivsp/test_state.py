@@ -7,13 +7,14 @@ import io
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from clocks import Clock
 from helpers import PROBLEMS, Problem, advance, facts, groups, paper_constants, point_of
+from records import same
 from torch import Tensor
 
 from lightning_bilevel import IVSP, BilevelProblem
@@ -96,21 +97,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, of one type, down to the tensors."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return bool(a == b)
 
 
 def of_run(solver: IVSP) -> list[Any]:
