@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -46,4 +46,6 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if is_dataclass(a) and type(a) is type(b):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     return bool(a == b)

@@ -17,6 +17,7 @@ from helpers import (
     advance,
     facts,
     groups,
+    in_units,
     make_ivsp,
     paper_constants,
     point_of,
@@ -26,16 +27,7 @@ from helpers import (
 from tables import every_problem
 from torch import Tensor
 
-from lightning_bilevel import (
-    IVSP,
-    Ball,
-    BilevelProblem,
-    Box,
-    Envelope,
-    Simplex,
-    certify,
-    solve,
-)
+from lightning_bilevel import IVSP, BilevelProblem, Box, Envelope, certify, solve
 from lightning_bilevel.core.errors import (
     BilevelError,
     InnerLoopError,
@@ -44,7 +36,6 @@ from lightning_bilevel.core.errors import (
 )
 from lightning_bilevel.core.problem import Calls
 from lightning_bilevel.core.prox import precise_prox
-from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.record import PenaltyInfo
 
 by_name = {problem.name: problem for problem in PROBLEMS}
@@ -392,24 +383,6 @@ def test_parameters_of_any_shape_and_number() -> None:
         assert torch.equal(runs[-1], flat)
 
 
-def scaled(problem: Problem, a: float, b: float) -> BilevelProblem:
-    """The problem in u = x/a and v = y/b."""
-
-    def in_unit(given: ConvexSet, unit: float) -> ConvexSet:
-        if isinstance(given, Box):
-            return Box(given.lower / unit, given.upper / unit)
-        if isinstance(given, Ball):
-            return Ball(given.radius / unit, given.center / unit)
-        return Simplex(given.total / unit) if isinstance(given, Simplex) else given
-
-    return BilevelProblem(
-        lambda u, v: problem.f(a * u, b * v),
-        lambda u, v: problem.g(a * u, b * v),
-        in_unit(problem.upper_set, a),
-        in_unit(problem.lower_set, b),
-    )
-
-
 # Powers of two round nothing: the path is that of the scaled problem bit for bit.
 @pytest.mark.parametrize(
     ("name", "units", "tolerance", "rules"),
@@ -437,7 +410,7 @@ def test_units_are_a_change_of_variables(
     mine |= {"sigma": b**2 * mine["sigma"]}
     given = mine if rules == "paper" else {"delta": mine["delta"]}
     one, two = IVSP(groups(x, y, units), **given), IVSP(groups(x / a, y / b), **given)
-    built, by_hand = problem.build(), scaled(problem, a, b)
+    built, by_hand = problem.build(), in_units(problem, a, b)
     for _ in range(25):
         info, other = one.step(problem=built), two.step(problem=by_hand)
         assert info.calls == other.calls

@@ -7,13 +7,14 @@ import io
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from clocks import Clock
 from helpers import PROBLEMS, Problem, advance, facts, groups, paper_constants, point_of
+from records import same
 from torch import Tensor
 
 from lightning_bilevel import IVSP, BilevelProblem
@@ -96,21 +97,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, of one type, down to the tensors."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return bool(a == b)
 
 
 def of_run(solver: IVSP) -> list[Any]:
@@ -278,6 +264,27 @@ def test_a_loaded_state_on_other_data_is_evaluated_anew(changed: str) -> None:
     assert info.calls.upper == info.trials + 1
     # Where f is the same, the gap shows the change.
     assert info.calls.gap == info.trials + (1 if changed == "f" else 2)
+
+
+@pytest.mark.parametrize("name", ["paper", "own"])
+def test_on_more_data_the_run_goes_on_and_the_theorem_counts_anew(name: str) -> None:
+    one, sample = made(CASES[name])
+    sample.share = (0.5, 0.5)
+    advance(one, sample, 10)
+    assert one.proved is None  # it is about all data
+    before = one.run
+    one.problem_changed()
+    anew = {"theorem": before.theorem.restart(10), "excess": 0.0, "weight": 1.0}
+    for field in fields(State):
+        expected = anew.get(field.name, getattr(before, field.name))
+        assert same(getattr(one.run, field.name), expected) or field.name == "point"
+    whole = CASES[name][0]()
+    (first,) = advance(one, whole, 1)
+    assert first.calls.upper == first.trials + 1  # the point is evaluated on the new data
+    assert first.iteration == 11
+    advance(one, whole, 5)
+    assert one.proved is not None
+    assert one.proved.iteration > 10
 
 
 def test_the_parameters_may_be_written_after_a_load() -> None:
