@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def timeless(optimizer: Any) -> dict[str, Any]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two states are equal, tensors bit for bit and in the same dtype."""
+    if is_dataclass(a):
+        return same(vars(a), vars(b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
