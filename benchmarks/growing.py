@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.tasks import DATA, solver
 from lightning_bilevel import IVSP, Envelope, HyperCleaning, SolverCallable, certify
-from lightning_bilevel.data.growing import Growing, NestedSample
+from lightning_bilevel.data.fullbatch import Growing, NestedSample
 
 # The KKT residual counts from this test error on. It is small at the start too, because a network
 # of small weights starts at a saddle.

@@ -40,7 +40,7 @@ from benchmarks.reweighting import (
     trained,
 )
 from benchmarks.tasks import QUICK, Size
-from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.modules.reweighting import detection
 
 # For each of a size's steps, a run has so many.
 TIMES_STEPS = 80

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.results import Row, Section
 from benchmarks.tasks import CONFIGS, Size
-from lightning_bilevel.callbacks.monitor import Monitor
+from lightning_bilevel import CertificateMonitor, PenaltyMonitor, SolverMonitor
 from lightning_bilevel.cli.app import BilevelCLI
 
 HOOKS = (
@@ -61,7 +61,7 @@ def run(size: Size) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         cli = build(folder, size)
         for callback in cli.trainer.callbacks:
-            if isinstance(callback, Monitor):
+            if isinstance(callback, (CertificateMonitor, PenaltyMonitor, SolverMonitor)):
                 for hook in HOOKS:
                     setattr(
                         callback,

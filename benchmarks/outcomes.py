@@ -101,7 +101,7 @@ def solve(drawn: Drawn, steps: int = 2000) -> tuple[Outcome, str]:
                 y,
                 solver.envelope,
                 multiplier=solver.multiplier,
-                tolerance=1e-9 * solver.constants["L_yy"],
+                tolerance=1e-9 * solver.constants.L_yy,
             )
             residuals = c.stationarity, c.feasibility, c.complementarity
             relative = max(

@@ -49,8 +49,8 @@ from lightning_bilevel import (
     SampleWeights,
     SourceWeights,
 )
-from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.modules.reweighting import detection
 from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
 from lightning_bilevel.stochastic import Method as Stochastic
 

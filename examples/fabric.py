@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_bilevel import IVSP, DigitsCleaning, HyperCleaning
-from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.modules.reweighting import detection
 
 
 def noisy_digits() -> DigitsCleaning:

@@ -22,10 +22,10 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import (
     IVSP,
+    BilevelMixin,
     Box,
     CertificateReport,
     FullBatchDataModule,
-    IVSPMixin,
     SolverCallable,
 )
 
@@ -33,7 +33,7 @@ RARE = 4
 COMMON = 120
 
 
-class ClassBalance(IVSPMixin, LightningModule):
+class ClassBalance(BilevelMixin, LightningModule):
     def __init__(self, solver: SolverCallable) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(10))

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import IVSP, BilevelProblem, Box, DigitsCleaning
-from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.modules.reweighting import detection
 
 
 def network() -> nn.Sequential:

@@ -23,9 +23,9 @@ from torchmetrics.functional.classification import binary_auroc
 
 from lightning_bilevel import (
     IVSP,
+    BilevelMixin,
     CertificateReport,
     FullBatchDataModule,
-    IVSPMixin,
     Simplex,
     SolverCallable,
 )
@@ -35,7 +35,7 @@ GOOD = 100
 SPOILT = 100
 
 
-class Trust(IVSPMixin, LightningModule):
+class Trust(BilevelMixin, LightningModule):
     def __init__(self, solver: SolverCallable) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.full((TRAIN,), 1 / TRAIN, dtype=torch.float64))

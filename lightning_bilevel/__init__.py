@@ -2,10 +2,9 @@
 
 from lightning_bilevel import stochastic as stochastic
 from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
+from lightning_bilevel.callbacks import CertificateMonitor as CertificateMonitor
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
-from lightning_bilevel.callbacks import KKTMonitor as KKTMonitor
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint
-from lightning_bilevel.callbacks import MoreauGapMonitor as MoreauGapMonitor
 from lightning_bilevel.callbacks import OptimizationBudget as OptimizationBudget
 from lightning_bilevel.callbacks import PenaltyMonitor as PenaltyMonitor
 from lightning_bilevel.callbacks import SolverMonitor as SolverMonitor
@@ -49,6 +48,8 @@ from lightning_bilevel.data import Splits as Splits
 from lightning_bilevel.data import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data import corrupt_labels as corrupt_labels
 from lightning_bilevel.data import draw_glyphs as draw_glyphs
+from lightning_bilevel.module import BilevelMixin as BilevelMixin
+from lightning_bilevel.module import BilevelModule as BilevelModule
 from lightning_bilevel.modules import ClassWeights as ClassWeights
 from lightning_bilevel.modules import FewShot as FewShot
 from lightning_bilevel.modules import HyperCleaning as HyperCleaning
@@ -57,10 +58,7 @@ from lightning_bilevel.modules import SampleWeights as SampleWeights
 from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.modules import SourceWeights as SourceWeights
 from lightning_bilevel.modules import WeightNet as WeightNet
-from lightning_bilevel.modules.detection import missed_errors as missed_errors
-from lightning_bilevel.plugin.mixin import BilevelMixin as BilevelMixin
-from lightning_bilevel.plugin.mixin import BilevelModule as BilevelModule
-from lightning_bilevel.plugin.mixin import IVSPMixin as IVSPMixin
+from lightning_bilevel.modules.reweighting import missed_errors as missed_errors
 from lightning_bilevel.solvers import AID as AID
 from lightning_bilevel.solvers import BOME as BOME
 from lightning_bilevel.solvers import DARTS as DARTS
@@ -74,7 +72,6 @@ from lightning_bilevel.solvers import SOBA as SOBA
 from lightning_bilevel.solvers import VPBGD as VPBGD
 from lightning_bilevel.solvers import BilevelOptimizer as BilevelOptimizer
 from lightning_bilevel.solvers import HJFBiO as HJFBiO
-from lightning_bilevel.solvers import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers import LuMei as LuMei
 from lightning_bilevel.solvers import PBGDFree as PBGDFree
 from lightning_bilevel.solvers import PNGBiO as PNGBiO

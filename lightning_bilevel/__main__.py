@@ -1,24 +1,4 @@
-"""The command ``lightning-bilevel``."""
-
-from __future__ import annotations
-
-import signal
-import sys
-import warnings
-from argparse import ArgumentError
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lightning_bilevel.cli import catalogue, certify, compare
-from lightning_bilevel.cli.app import BilevelCLI
-from lightning_bilevel.cli.messages import own_error
-from lightning_bilevel.version import __version__
-
-__all__ = ["main"]
-
-OVERVIEW = """\
-lightning-bilevel: bilevel optimisation for PyTorch Lightning
+"""lightning-bilevel: bilevel optimisation for PyTorch Lightning.
 
   min over x, y of f(x, y)    such that y minimises g(x, .)
 
@@ -36,14 +16,44 @@ Commands:
 Every command explains its options with --help; --print_config shows a config
 with all settings. --version prints the version.
 """
-_COMMANDS = {
-    "tasks": catalogue.main,
-    "compare": compare.main,
-    "certify": certify.certify,
-    "probe": certify.probe,
-}
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+import warnings
+from argparse import ArgumentError
+from pathlib import Path
+
+import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_bilevel.cli import catalogue, compare
+from lightning_bilevel.cli.app import BilevelCLI
+from lightning_bilevel.version import __version__
+
+__all__ = ["main"]
+
 # Raised by a user's module too, and then shown with their traceback.
 _ANYBODYS = (ValueError, TypeError, RuntimeError)
+# Code in these folders raises its errors on purpose, for the user.
+_CHECKED = (Path(__file__).parent, Path(lightning.__file__).parent)
+
+
+def own_error(error: BaseException | None) -> BaseException | None:
+    """Return the error of this package or Lightning behind an error, or None.
+
+    jsonargparse wraps the errors of constructors. For an error in a user's module the result is
+    None: it keeps its traceback, which shows where it comes from.
+    """
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and any(Path(frames[-1].filename).is_relative_to(folder) for folder in _CHECKED):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def main(args: list[str] | None = None) -> None:
@@ -55,14 +65,14 @@ def main(args: list[str] | None = None) -> None:
     for message in (".*LeafSpec.*", "LightningCLI's args parameter"):
         warnings.filterwarnings("ignore", message)
     if given in ([], ["-h"], ["--help"]):
-        print(OVERVIEW, end="")
+        print(__doc__, end="")
         return
     if given == ["--version"]:
         print(f"lightning-bilevel {__version__}")
         return
     try:
-        if given[0] in _COMMANDS:
-            _COMMANDS[given[0]](given[1:])
+        if given[0] in ("tasks", "compare"):
+            {"tasks": catalogue.main, "compare": compare.main}[given[0]](given[1:])
         else:
             BilevelCLI(None if args is None else given)
     except SIGTERMException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_bilevel.core.certificate import Certificate
@@ -27,7 +27,7 @@ _LONG = 1e-2
 _SHORT = 1e-6
 # If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
-# What helps where rho is small.
+# The remedy for a small rho.
 _SMOOTH = (
     "smooth g, rescale its variables (`lower_unit`) or give `rho`, if the gradient of g jumps (an "
     "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
@@ -44,7 +44,6 @@ class Tally:
         calls: Evaluations of f and g.
         trials: Trials of the line search; 0 for methods without one.
         capped: Line searches that used up their trials or ended at L_max.
-        halvings: How often the inner step was halved.
         penalty_updates: How often the penalty was strengthened; None if the method never does so.
         last_update: The iteration of the last penalty update, 0 for none.
     """
@@ -54,7 +53,6 @@ class Tally:
     calls: Calls = field(default_factory=Calls)
     trials: int = 0
     capped: int = 0
-    halvings: int = 0
     penalty_updates: int | None = None
     last_update: int = 0
 
@@ -68,19 +66,19 @@ class Tally:
         if isinstance(info, PenaltyInfo):
             self.trials += info.trials
             self.capped += info.capped
-            self.halvings = info.halvings
             self.penalty_updates = info.penalty_updates
             if info.penalty_updated:
                 self.last_update = info.iteration
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts as plain numbers, for a checkpoint or JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, counts: Mapping[str, Any]) -> Tally:
-        """Return the counts that :meth:`as_dict` has made plain."""
+        """Return the counts that `dataclasses.asdict` has made plain."""
         return cls(**{**counts, "calls": Calls(**counts["calls"])})
+
+    @property
+    def settled(self) -> bool:
+        """Whether the penalty was constant in the last part of the run."""
+        return self.last_update <= _SETTLED * self.iterations
 
 
 def reading(certificate: Certificate, tally: Tally | None = None) -> str:
@@ -110,14 +108,10 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
         f"and complementary to {c.complementarity:.1e}"
     )
     if tally is not None and tally.penalty_updates is not None:
-        where = (
-            f"update {tally.penalty_updates} (iteration {tally.last_update} of {tally.iterations})"
-        )
-        if tally.penalty_updates == 0:
-            where = "never had to grow"
-        else:
-            where = f"{'settled at' if _settled(tally) else 'is still moving:'} {where}"
-        parts.append(f"the penalty {where}")
+        where = "settled at" if tally.settled else "is still moving:"
+        where += f" update {tally.penalty_updates} "
+        where += f"(iteration {tally.last_update} of {tally.iterations})"
+        parts.append(f"the penalty {where if tally.penalty_updates else 'never had to grow'}")
         # The theorem is about such a method only.
         if c.theorem.startswith("does not apply"):
             parts.append(f"the theorem {c.theorem}")
@@ -140,31 +134,18 @@ def advice(certificate: Certificate, tally: Tally) -> list[str]:
         found.append(_not_enforced(c))
     if tally.capped > _OFTEN * tally.iterations:
         found.append(
-            f"{tally.capped} of {tally.iterations} line searches ended at their cap: f or g is "
-            "rougher than the method assumes. Look for a kink in them, evaluate in float64, or "
-            "allow a larger `L_max`."
+            f"{tally.capped} of {tally.iterations} line searches ended at their cap: look for a "
+            "kink in f or g, evaluate in float64, or allow a larger `L_max`."
         )
-    if tally.halvings:
-        found.append(
-            f"The inner step was divided by {2**tally.halvings}: `L_yy` is too small, g is more "
-            "curved than that. A value larger by that factor saves the inner loops that diverge."
-        )
-    elif tally.trials and tally.inner_iterations > _SLOW * tally.trials:
+    if tally.trials and tally.inner_iterations > _SLOW * tally.trials:
         found.append(
             f"The inner loop takes {tally.inner_iterations / tally.trials:.0f} iterations per "
-            "evaluation: its step 1/(L_yy + 1/rho) is short. Make `L_yy` smaller (too small is "
-            "noticed and corrected), or `zeta_bar` larger."
+            "evaluation: make `L_yy` smaller (too small is noticed and corrected), or `zeta_bar` "
+            "larger."
         )
-    if not _settled(tally):
-        found.append(
-            f"The penalty was still moving at iteration {tally.last_update} of {tally.iterations}: "
-            "run longer, or start with a smaller `gamma0`."
-        )
+    if not tally.settled:
+        found.append("The penalty was still moving: run longer, or start with a smaller `gamma0`.")
     return found
-
-
-def _settled(tally: Tally) -> bool:
-    return tally.last_update <= _SETTLED * tally.iterations
 
 
 def _ratio(c: Certificate) -> float:
@@ -186,7 +167,7 @@ def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
         ways.append("make the steps shorter if the values go up and down")
     if ratio > 1.0:
         # At multiplier 0 the residual of the start is the gradient of f.
-        ways.append("go back to the best point, `KKTMonitor(restore_best=True)`")
+        ways.append("go back to the best point, `CertificateMonitor(restore_best=True)`")
     if c.distance_bound <= _NEAR * (1 + c.lower_norm):
         # delta and rho hold y close to z, so steps are short.
         ways.append(_SMOOTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.reading import Tally, advice, reading
-from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 
@@ -128,103 +129,39 @@ def solve(
     y = _parameter(y0)
     optimizer = solver([{"params": [x], "level": "upper"}, {"params": [y], "level": "lower"}])
     # The solver projects its start onto the sets, so the check does too.
-    gradients = problem.check(
+    start = problem.check(
         problem.upper_set.project(x.detach()), problem.lower_set.project(y.detach())
     )
-    certificates = _Certificates(problem, optimizer, (x, y), envelope, tolerance, gradients)
+    evaluate = partial(certify, problem, tolerance=tolerance, start=start)
     history: list[StepInfo] = []
-    tally = Tally()
-    for _ in range(max_steps):
-        info = optimizer.step(problem=problem)
-        history.append(info)
-        tally.add(info)
-        if epsilon is not None and certificates.reach(epsilon, info):
-            break
-    certificate = certificates.last()
-    reached = None
-    if epsilon is not None and certificate is not None:
-        reached = certificate.kkt <= epsilon
-    proved = certificates.proved()
-    return Solution(x.detach(), y.detach(), certificate, history, tally, proved, reached)
-
-
-@dataclass
-class _Certificates:
-    """The certificates of a run.
-
-    Attributes:
-        problem: f, g and the sets.
-        optimizer: The solver.
-        point: The parameters x and y of the solver.
-        envelope: The Moreau envelope; None is the solver's own.
-        tolerance: The accuracy of the proximal point.
-        start: The gradients at the start of the run.
-        seconds: The time that the certificates have taken.
-        known: The last certificate of an iterate, with its iteration.
-    """
-
-    problem: BilevelProblem
-    optimizer: BilevelOptimizer
-    point: tuple[Tensor, Tensor]
-    envelope: Envelope | None
-    tolerance: float | None
-    start: Start
-    seconds: float = 0.0
-    known: tuple[int, Certificate] | None = None
-
-    def reach(self, epsilon: float, info: StepInfo) -> bool:
-        """Compare the KKT residual with epsilon, unless certificates took too long so far."""
-        if self.seconds > _SHARE * info.optimization_time:
-            return False
-        certificate = self.last()
-        if certificate is None:
+    tally, seconds, certificate = Tally(), 0.0, None
+    for number in range(1, max_steps + 1):
+        history.append(optimizer.step(problem=problem))
+        tally.add(history[-1])
+        looks = epsilon is not None and seconds <= _SHARE * history[-1].optimization_time
+        asked = envelope or optimizer.envelope
+        if not looks and number < max_steps:
+            continue
+        if asked is None:
+            if epsilon is None:
+                break
             raise ValueError(
                 f"`solve(epsilon={epsilon})` needs the Moreau envelope of the KKT residuals, and "
-                f"{type(self.optimizer).__name__} has none of its own: give `envelope=...` too."
+                f"{type(optimizer).__name__} has none of its own: give `envelope=...` too."
             )
-        return certificate.kkt <= epsilon
-
-    def last(self) -> Certificate | None:
-        """Return the certificate of the last iterate; None without an envelope."""
-        solver = self.optimizer
-        envelope = self.envelope or solver.envelope
-        if envelope is None:
-            return None
-        iteration = solver.progress.iterations
-        if self.known is None or self.known[0] != iteration:
-            name = f"the last iterate, iteration {iteration}"
-            multiplier = solver.multiplier
-            self.known = iteration, self._certify(self.point, envelope, multiplier, name)
-        return self.known[1]
-
-    def proved(self) -> Proved | None:
-        """Return the point of the theorem with its certificate, if the solver keeps it."""
-        kept = self.optimizer.proved
-        envelope = self.optimizer.envelope
-        if kept is None or envelope is None:
-            return None
-        certificate = self._certify((kept.x, kept.y), envelope, kept.multiplier, str(kept))
-        return Proved(kept.x, kept.y, certificate, kept.iteration)
-
-    def _certify(
-        self,
-        point: tuple[Tensor, Tensor],
-        envelope: Envelope,
-        multiplier: float | None,
-        name: str,
-    ) -> Certificate:
         began = time.perf_counter()
-        certificate = certify(
-            self.problem,
-            *point,
-            envelope,
-            multiplier=multiplier,
-            tolerance=self.tolerance,
-            start=self.start,
-            point=name,
-        )
-        self.seconds += time.perf_counter() - began
-        return certificate
+        point = f"the last iterate, iteration {optimizer.progress.iterations}"
+        certificate = evaluate(x, y, asked, multiplier=optimizer.multiplier, point=point)
+        seconds += time.perf_counter() - began
+        if epsilon is not None and certificate.kkt <= epsilon:
+            break
+    reached = None if epsilon is None or certificate is None else certificate.kkt <= epsilon
+    proved, kept = None, optimizer.proved
+    if kept is not None and optimizer.envelope is not None:
+        multiplier = kept.multiplier
+        found = evaluate(kept.x, kept.y, optimizer.envelope, multiplier=multiplier, point=str(kept))
+        proved = Proved(kept.x, kept.y, found, kept.iteration)
+    return Solution(x.detach(), y.detach(), certificate, history, tally, proved, reached)
 
 
 def _parameter(start: Any) -> Tensor:

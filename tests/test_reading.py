@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,26 +34,19 @@ from lightning_bilevel import (
     SineProblem,
     solve,
 )
+from lightning_bilevel.core.problem import Start
 from lightning_bilevel.reading import Tally, advice, reading
 
 GOOD = Certificate(
     stationarity=1.7e-5,
-    feasibility=3e-4,
-    complementarity=2.6e-4,
-    multiplier=1.6,
+    residuals=[3e-4],
+    multipliers=[0.8],
     own_multiplier=True,
     smallest_kkt=2e-4,
-    gap=1.3e-3,
-    residual=3e-4,
+    envelope=Envelope(rho=0.5, sigma=1.0, delta=1e-3),
     upper=1.0,
     lower=2.0,
     prox_distance=7e-3,
-    prox_stationarity=0.014,
-    distance_bound=0.04,
-    stationarity_bound=0.09,
-    rho=0.5,
-    sigma=1.0,
-    delta=1e-3,
     tolerance=1e-9,
     qualification="not known",
     theorem="not known: the constraint qualification",
@@ -61,16 +54,15 @@ GOOD = Certificate(
     lower_gradient=0.02,
     upper_norm=1.0,
     lower_norm=2.0,
-    first_upper_gradient=1.0,
-    first_lower_gradient=3.0,
+    start=Start(upper_gradient=1.0, lower_gradient=3.0),
 )
 RUN = Tally(iterations=100, trials=110, inner_iterations=300, penalty_updates=3, last_update=57)
 
 
 def test_the_sentence() -> None:
     assert reading(GOOD, RUN) == (
-        "feasible to 3.0e-04; lower level stationary to 0.014 at z, 0.007 from y (bounds 0.09 and "
-        "0.04); upper level stationary to 1.7e-05 and complementary to 2.6e-04; the penalty "
+        "feasible to 3.0e-04; lower level stationary to 0.014 at z, 0.007 from y (bounds 0.1 and "
+        "0.051); upper level stationary to 1.7e-05 and complementary to 2.4e-04; the penalty "
         "settled at update 3 (iteration 57 of 100)."
     )
     assert advice(GOOD, RUN) == []
@@ -79,7 +71,7 @@ def test_the_sentence() -> None:
 @pytest.mark.parametrize(
     ("certificate", "run", "words"),
     [
-        (replace(GOOD, feasibility=0.0, residual=-9e-4), RUN, "feasible; "),
+        (replace(GOOD, residuals=[-9e-4]), RUN, "feasible; "),
         (GOOD, replace(RUN, penalty_updates=0, last_update=0), "; the penalty never had to grow."),
         (
             GOOD,
@@ -91,8 +83,8 @@ def test_the_sentence() -> None:
             replace(RUN, last_update=80),
             "; the penalty settled at update 3 (iteration 80 of 100).",
         ),
-        (GOOD, Tally(iterations=100), "complementary to 2.6e-04."),
-        (GOOD, None, "complementary to 2.6e-04."),
+        (GOOD, Tally(iterations=100), "complementary to 2.4e-04."),
+        (GOOD, None, "complementary to 2.4e-04."),
     ],
 )
 def test_what_the_sentence_depends_on(
@@ -122,12 +114,6 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
         (GOOD, {"capped": 6}, {"capped": 5}, "6 of 100 line searches ended at their cap"),
         (
             GOOD,
-            {"halvings": 3},
-            {"halvings": 0},
-            "The inner step was divided by 8: `L_yy` is too small",
-        ),
-        (
-            GOOD,
             {"inner_iterations": 3410},
             {"inner_iterations": 3300},
             "The inner loop takes 31 iterations per evaluation",
@@ -136,7 +122,7 @@ def test_the_sentence_says_if_the_theorem_does_not_apply() -> None:
             GOOD,
             {"last_update": 90},
             {"last_update": 80},
-            "The penalty was still moving at iteration 90 of 100",
+            "The penalty was still moving",
         ),
     ],
 )
@@ -160,50 +146,40 @@ class TestNotConverged:
         "residuals",
         [
             {"stationarity": 0.011},
-            {"complementarity": 0.011},
+            {"multipliers": [0.011 / 3e-4]},
             {"stationarity": 0.022, "upper_gradient": 2.0},
         ],
     )
     def test_residuals_of_more_than_a_hundredth_of_the_gradient(
-        self, residuals: dict[str, float]
+        self, residuals: dict[str, Any]
     ) -> None:
-        off = replace(GOOD, **residuals)  # type: ignore[arg-type]
+        off = replace(GOOD, **residuals)
         assert advice(off, RUN) == [f"{self.WORDS}Run longer."]
         assert reading(off, RUN).startswith(
             "not converged, the residuals are 0.011 times the gradient of f; feasible to "
         )
 
     def test_an_end_that_is_worse_than_the_start_is_said(self) -> None:
-        words = "or go back to the best point, `KKTMonitor(restore_best=True)`"
-        (found,) = advice(replace(GOOD, complementarity=1.01), RUN)
+        words = "or go back to the best point, `CertificateMonitor(restore_best=True)`"
+        (found,) = advice(replace(GOOD, multipliers=[1.01 / 3e-4]), RUN)
         assert words in found
-        (found,) = advice(replace(GOOD, complementarity=0.99), RUN)
+        (found,) = advice(replace(GOOD, multipliers=[0.99 / 3e-4]), RUN)
         assert words not in found
 
     def test_a_y_that_is_tied_to_z_is_said(self) -> None:
-        (found,) = advice(replace(GOOD, stationarity=0.5, distance_bound=1e-6), RUN)
+        near = Envelope(rho=1e-9, sigma=0.0, delta=1e-3)
+        (found,) = advice(replace(GOOD, stationarity=0.5, envelope=near), RUN)
         assert "or smooth g, rescale its variables (`lower_unit`) or give `rho`" in found
 
     def test_less_than_that_is_well(self) -> None:
-        assert advice(replace(GOOD, stationarity=9e-3, complementarity=9e-3), RUN) == []
+        assert advice(replace(GOOD, stationarity=9e-3, multipliers=[30.0]), RUN) == []
 
     def test_without_a_start_there_is_nothing_to_compare_with(self) -> None:
-        assert advice(replace(GOOD, stationarity=7.0, first_upper_gradient=None), RUN) == []
+        assert advice(replace(GOOD, stationarity=7.0, start=None), RUN) == []
 
     def test_no_gradient_at_all(self) -> None:
-        assert (
-            advice(
-                replace(
-                    GOOD,
-                    stationarity=0.0,
-                    complementarity=0.0,
-                    first_upper_gradient=0.0,
-                    upper_gradient=0.0,
-                ),
-                RUN,
-            )
-            == []
-        )
+        still = {"stationarity": 0.0, "multipliers": [0.0], "upper_gradient": 0.0}
+        assert advice(replace(GOOD, start=Start(0.0, 3.0), **still), RUN) == []  # type: ignore[arg-type]
 
     def test_methods_whose_steps_are_set_by_hand(self) -> None:
         off = replace(GOOD, stationarity=0.011)
@@ -248,7 +224,11 @@ class TestNotEnforced:
     # With rho = 0.5 the proximal step is as long as the gradient is half: here 0.5, where 1 + |y|
     # is 3.
     SLACK = replace(
-        GOOD, feasibility=0.0, residual=-9e-4, lower_gradient=1.0, stationarity_bound=40.0
+        GOOD,
+        residuals=[-180.0],
+        multipliers=[0.0],
+        lower_gradient=1.0,
+        envelope=Envelope(rho=0.5, sigma=1.0, delta=200.0),
     )
     WORDS = (
         "The lower level is not enforced: delta and rho allow a gradient of g of 40 at z, and "
@@ -261,12 +241,13 @@ class TestNotEnforced:
             f"{self.WORDS}Make delta smaller, at most 0.001, or scale g up."
         ]
         assert (
-            "(bounds 40 and 0.04); but not enforced, its gradient is 1 where R is slack; "
+            "(bounds 40 and 20); but not enforced, its gradient is 1 where R is slack; "
             in reading(self.SLACK)
         )
 
     def test_rho_too_small(self) -> None:
-        (found,) = advice(replace(self.SLACK, rho=1e-9, distance_bound=1e-6), RUN)
+        small = Envelope(rho=1e-9, sigma=0.0, delta=8e-7)
+        (found,) = advice(replace(self.SLACK, residuals=[-7e-7], envelope=small), RUN)
         assert found.startswith(
             f"{self.WORDS}With rho = 1e-09 the Moreau envelope sees next to nothing of g: "
         )
@@ -275,13 +256,14 @@ class TestNotEnforced:
     @pytest.mark.parametrize(
         "well",
         [
-            {"residual": -4e-4},  # the constraint is nearly active
+            {"residuals": [-80.0]},  # the constraint is nearly active
             {"lower_gradient": 0.7},  # the gradient has fallen
-            {"first_lower_gradient": None},  # there is nothing to compare with
+            {"start": None},  # there is nothing to compare with
             # A start that solves g was left by a short step.
-            {"first_lower_gradient": 0.0, "lower_gradient": 0.05},
-            {"lower_gradient": 0.0, "first_lower_gradient": 0.0},
-            {"rho": 1e-9},  # the steps are short, but delta allows long ones: it is not rho
+            {"start": Start(1.0, 0.0), "lower_gradient": 0.05},
+            {"lower_gradient": 0.0, "start": Start(1.0, 0.0)},
+            # The steps are short, but delta allows long ones: it is not rho.
+            {"envelope": Envelope(rho=1e-9, sigma=1.0, delta=200.0)},
         ],
     )
     def test_no_false_alarm(self, well: dict[str, Any]) -> None:
@@ -353,7 +335,7 @@ class TestTally:
         assert tally.calls.passes == sum(info.calls.passes for info in history)
         updates = [info.iteration for info in history if info.penalty_updated]
         assert (tally.penalty_updates, tally.last_update) == (len(updates), updates[-1])
-        assert tally.capped == tally.halvings == 0
+        assert tally.capped == 0
 
     def test_caps_are_counted(self) -> None:
         problem = PROBLEMS[0]
@@ -363,14 +345,6 @@ class TestTally:
         )
         at_cap = [info for info in capped.history if isinstance(info, IVSPInfo) and info.L >= 1e-3]
         assert capped.tally.capped == len(at_cap) > 0
-
-    def test_an_l_yy_that_is_too_small_shows(self) -> None:
-        problem = next(p for p in PROBLEMS if p.name == "flat")  # its curvature in y is 4
-        x, y = problem.at()
-        with pytest.warns(UserWarning, match="The inner loop diverged"):
-            solution = solve(problem.build(), x, y, make_ivsp(problem, L_yy=0.1, zeta_bar=1e-6), 30)
-        assert solution.tally.halvings > 0
-        assert "`L_yy` is too small" in solution.reading
 
     def test_other_methods_have_no_penalty(self) -> None:
         problem = PROBLEMS[0]
@@ -405,7 +379,7 @@ class TestReport:
         run.fit(module, datamodule=weighting_data())
         saved = json.loads((Path(logger.log_dir) / "certificate.json").read_text())
         assert report.certificate is not None
-        assert Certificate(**saved["certificate"]) == report.certificate == module.certify()
+        assert saved["certificate"] == report.certificate.as_dict() == module.certify().as_dict()
         assert Tally.from_dict(saved["counts"]) == report.tally
         assert saved["reading"] == reading(report.certificate, report.tally)
         assert saved["advice"] == advice(report.certificate, report.tally)
@@ -424,7 +398,8 @@ class TestReport:
         proved = module.proved
         assert proved is not None
         assert report.proved is not None
-        assert Certificate(**saved["proved"]) == report.proved == module.certify(proved=True)
+        assert report.proved == module.certify(proved=True)
+        assert saved["proved"] == report.proved.as_dict()
         assert report.proved.point == str(proved)
         assert report.proved.feasibility <= proved.feasibility_bound
         assert report.proved.complementarity <= proved.complementarity_bound
@@ -437,7 +412,7 @@ class TestReport:
         report = CertificateReport()
         run = trainer(tmp_path, max_steps=3, callbacks=[report])
         run.fit(Weighting(solver=BOME, envelope=envelope), datamodule=weighting_data())
-        assert "proved" not in json.loads((tmp_path / "certificate.json").read_text())
+        assert json.loads((tmp_path / "certificate.json").read_text())["proved"] is None
         assert report.proved is None
 
     def test_a_trial_run_leaves_nothing(self, tmp_path: Path) -> None:
@@ -459,7 +434,7 @@ class TestReport:
         printed = " ".join(capsys.readouterr().out.split())
         for line in lines:
             assert f"Advice: {line}" in printed
-        expected = asdict(report.certificate)
+        expected = report.certificate.as_dict()
         metrics = {
             name.removeprefix("bilevel/"): float(value)
             for name, value in run.callback_metrics.items()

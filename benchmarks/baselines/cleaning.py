@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.baselines.row import Baseline
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.data.cleaning import CleaningData
-from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import sigmoid_network
+from lightning_bilevel.modules.reweighting import detection
 
 ROUNDS = 3
 LENIENT = 0.1

@@ -1,35 +1,134 @@
-"""LightningCLI for bilevel modules, with their monitors, a budget of time and the certificate."""
+"""LightningCLI for bilevel modules: with monitors and the certificate, `certify` and `probe`."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from jsonargparse.typing import PositiveFloat
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-)
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 # Imported so that YAML can use the short names of its classes.
 import lightning_bilevel.modules as _modules  # noqa: F401
-from lightning_bilevel.callbacks.certificate_monitor import KKTMonitor, MoreauGapMonitor
-from lightning_bilevel.callbacks.certificate_report import CertificateReport
-from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.monitor import PenaltyMonitor, SolverMonitor
-from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget
-from lightning_bilevel.callbacks.progress_bar import BilevelProgressBar
+from lightning_bilevel.callbacks.budget import BilevelProgressBar, OptimizationBudget
+from lightning_bilevel.callbacks.certificate import CertificateMonitor, CertificateReport, as_text
+from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint, write_whole_files
+from lightning_bilevel.callbacks.monitors import PenaltyMonitor, SolverMonitor, solver_of
+from lightning_bilevel.checkpoint import WholeFileIO
+from lightning_bilevel.core.certificate import Certificate
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
-from lightning_bilevel.plugin.loggers import run_folder
+from lightning_bilevel.logging import run_folder
+from lightning_bilevel.reading import Tally
+from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.table import table
+from lightning_bilevel.whole_data import gathered
 
-__all__ = ["BilevelCLI"]
+__all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer"]
+
+# A Trainer that restores a run of any number of epochs, and writes nothing.
+WITHOUT_STEPS: dict[str, Any] = {"max_steps": 0, "max_epochs": -1, "num_sanity_val_steps": 0}
+WITHOUT_STEPS |= dict.fromkeys(("fast_dev_run", "logger", "enable_checkpointing"), False)
+WITHOUT_STEPS |= dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
+
+
+class BilevelTrainer(Trainer):
+    """A Trainer that also reads a run, without training or writing files.
+
+    For that it is made with :data:`WITHOUT_STEPS`.
+    """
+
+    def certify(
+        self,
+        model: Any,
+        datamodule: Any = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+        tolerance: PositiveFloat | None = None,
+        proved: bool = False,
+    ) -> Certificate:
+        """Print the certificate of a checkpoint.
+
+        Args:
+            model: The module that the checkpoint was saved with.
+            datamodule: Its data.
+            ckpt_path: The checkpoint.
+            weights_only: As for fit.
+            tolerance: The accuracy of the proximal point.
+            proved: Look at the theorem's point.
+        """
+        if not ckpt_path or not Path(ckpt_path).is_file():
+            raise MisconfigurationException(
+                f"`certify --ckpt_path {ckpt_path}`: there is no such file. Name one."
+            )
+        self._restore(model, datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        batch = None if model.on_mini_batches else self._whole_batch(datamodule)
+        found: Certificate | None = model.certify(batch=batch, tolerance=tolerance, proved=proved)
+        name, solver = type(model).__name__, solver_of(self)
+        if found is None:
+            raise MisconfigurationException(
+                f"`{name}` has no Moreau envelope to certify by: `declare(envelope=...)` names one."
+            )
+        title = f"{type(solver).__name__} on {name}, {Path(ckpt_path).name}"
+        callbacks = cast(Any, self).callbacks
+        tally = next((c.tally for c in callbacks if isinstance(c, CertificateReport)), Tally())
+        rank_zero_only(print)(as_text(title, found, tally, solver))
+        return found
+
+    def probe(
+        self,
+        model: Any,
+        datamodule: Any = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Print the constants that IVSP would choose for a problem, and why.
+
+        Args:
+            model: The problem.
+            datamodule: Its data.
+            ckpt_path: Not used; the config of a fit may have one.
+            weights_only: Not used either.
+        """
+        self._restore(model, datamodule)
+        problem = model.problem_on(self._whole_batch(datamodule))
+        delta = 1e-3 if model.envelope is None else model.envelope.delta
+        given = solver_of(self).hyper_parameters
+        rows = [
+            (name, why if given.get(name) is None else f"{why}; given: {given[name]:g}")
+            for name, why in IVSP(model.parameter_groups(), delta=delta).probe(problem)
+        ]
+        title = f"IVSP on {type(model).__name__}, delta {delta:g}: what it would choose"
+        rank_zero_only(print)(
+            f"{table(title, rows)}\nFrom {problem.calls.passes} passes of f and g at the start. "
+            "What the config leaves out, IVSP chooses so."
+        )
+
+    def _restore(self, model: Any, datamodule: Any, **checkpoint: Any) -> None:
+        """Give module, solver and callbacks the state of a checkpoint, or of the start of a run."""
+        with warnings.catch_warnings():
+            message = "Be aware that when using `ckpt_path`, callbacks"
+            warnings.filterwarnings("ignore", message=message)
+            self.fit(model, datamodule=datamodule, **checkpoint)
+
+    def _whole_batch(self, datamodule: Any) -> Any:
+        """Return the batch of a full-batch run, or all data of one on mini-batches."""
+        loader: Any = self.train_dataloader
+        if not getattr(loader, "full_batch", False):
+            if not isinstance(datamodule, FullBatchDataModule):
+                return gathered(self, batches=1000).batch
+            loader = FullBatchDataModule.train_dataloader(datamodule)
+        batch = loader.batch if isinstance(loader, Repeated) else next(iter(loader))
+        batch = self.precision_plugin.convert_input(batch)
+        return move_data_to_device(batch, self.strategy.root_device)
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -50,16 +149,23 @@ class _SaveConfig(SaveConfigCallback):
 class BilevelCLI(LightningCLI):
     """LightningCLI for bilevel modules; it adds monitors, and ``fit`` ends with the certificate."""
 
-    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+    def __init__(self, args: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(
             LightningModule,
             LightningDataModule,
+            trainer_class=BilevelTrainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             args=args,
             **{"save_config_callback": _SaveConfig, **kwargs},
         )
+
+    @override
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        given = {"model", "datamodule"}
+        return {**LightningCLI.subcommands(), "certify": given, "probe": given}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -78,40 +184,31 @@ class BilevelCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         # Plain classes: Lightning would add a second one of a callback that the config names.
-        parser.add_class_arguments(MoreauGapMonitor, "moreau_gap", sub_configs=True)
+        parser.add_class_arguments(CertificateMonitor, "monitor", sub_configs=True)
         parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
-        parser.add_argument(
-            "--budget",
-            type=str | None,
-            help="end fit after this optimisation time, such as 60s or 10m, instead of after "
-            "`max_epochs` and `max_steps`",
-        )
-
-    def callbacks(self, named: list[Callback]) -> list[Callback]:
-        """Return the callbacks of the Trainer, besides its defaults.
-
-        Args:
-            named: The callbacks that the config names. A monitor among them is not added twice. The
-                certificate comes last, so that it certifies the final point.
-        """
-        budget = self._get(self.config_init, "budget")
-        monitors = [PenaltyMonitor(), KKTMonitor(), SolverMonitor()]
-        configured = [self._get(self.config_init, key) for key in ("moreau_gap", "certificate")]
-        budgets = [] if budget is None else [OptimizationBudget(budget)]
-        there = set(map(type, named))
-        added = (callback for callback in [*monitors, *configured] if type(callback) not in there)
-        return [*named, *budgets, *added]
+        about = "end fit after this optimisation time, such as 10m, whatever the steps and epochs"
+        parser.add_argument("--budget", type=str | None, help=about)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        settings = self._get(self.config_init, "trainer")
+        settings, monitor, report, budget = (
+            self._get(self.config_init, key)
+            for key in ("trainer", "monitor", "certificate", "budget")
+        )
         given = settings["callbacks"] or []
-        named = given if isinstance(given, list) else [given]
-        if self._get(self.config_init, "budget") is not None:
+        named: list[Callback] = given if isinstance(given, list) else [given]
+        # One that the config names is not added. The report comes last: it certifies the end.
+        usual = [PenaltyMonitor(), SolverMonitor(), monitor, report]
+        added = [callback for callback in usual if type(callback) not in map(type, named)]
+        if budget is not None:
+            added.insert(0, OptimizationBudget(budget))
             kwargs |= {"max_epochs": -1, "max_steps": -1}
         if settings["accelerator"] == "auto" and MPSAccelerator.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64
-        trainer = super().instantiate_trainer(**{"callbacks": self.callbacks(named), **kwargs})
+        if self.subcommand in ("certify", "probe"):
+            self.save_config_callback = None
+            kwargs |= {**WITHOUT_STEPS, "callbacks": [report]}
+        trainer = super().instantiate_trainer(**{"callbacks": [*named, *added], **kwargs})
         # Replace Lightning's own progress bar and checkpoint callback, but not the user's.
         callbacks = cast(Any, trainer).callbacks
         for index, callback in enumerate(callbacks):
@@ -119,6 +216,5 @@ class BilevelCLI(LightningCLI):
                 callbacks[index] = BilevelProgressBar()
             elif type(callback) is ModelCheckpoint and callback not in named:
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeFileIO()
+        write_whole_files(trainer)
         return trainer

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
+from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
+from lightning_bilevel.callbacks.certificate import usual_tolerance
 from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
-from lightning_bilevel.callbacks.monitor import usual_tolerance
-from lightning_bilevel.callbacks.optimization_budget import OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.cli.results import COUNTS, MethodResult, write_results
@@ -32,19 +33,10 @@ __all__ = ["compare", "main"]
 SAVE_EVERY: str | float = "10s"
 # The value of `Trainer.val_check_batch` that turns validation off.
 NEVER = sys.maxsize
-# A comparison ends by its budget, evaluates at its own times in one process, and writes its own
-# files.
-TRAINER: dict[str, Any] = {
-    "max_epochs": -1,
-    "max_steps": -1,
-    "check_val_every_n_epoch": None,
-    "val_check_interval": NEVER,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_progress_bar": False,
-    "devices": 1,
-    "strategy": "auto",
-}
+# A comparison evaluates at its own times in one process, and writes its own files.
+TRAINER: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": NEVER}
+TRAINER |= {"num_sanity_val_steps": 0, "logger": False, "enable_progress_bar": False}
+TRAINER |= {"devices": 1, "strategy": "auto"}
 # What names and tunes a method does not change the problem; the envelope is for evaluation only.
 _METHOD = (
     *("solver", "upper_unit", "lower_unit", "envelope"),
@@ -75,8 +67,7 @@ class Method(BilevelCLI):
         if not isinstance(named, dict):
             raise ValueError(
                 f"`compare {path}`: the config names neither a `solver` nor a `method` of "
-                f"`{type(self.model).__name__}`. Its `__init__` must have such an argument and "
-                "hand it to `declare`."
+                f"`{type(self.model).__name__}`, which must hand it to `declare`."
             )
         self.solver = named["class_path"].rsplit(".", 1)[-1]
         for argument in _METHOD:
@@ -95,6 +86,7 @@ class Method(BilevelCLI):
         self.trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
 
+@dataclass(eq=False)
 class Recorder(Callback):
     """Evaluates the start, and whenever the optimisation time reaches the next of some times.
 
@@ -110,12 +102,11 @@ class Recorder(Callback):
         rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
     """
 
-    def __init__(self, times: Sequence[float], envelope: Envelope | None = None) -> None:
-        self.times = times
-        self.envelope = envelope
-        self.rows: list[dict[str, float]] = []
-        self._due = True
-        self.start: dict[str, Any] = {}
+    times: Sequence[float]
+    envelope: Envelope | None = None
+    start: dict[str, Any] = field(default_factory=dict, init=False)
+    rows: list[dict[str, float]] = field(default_factory=list, init=False)
+    _due: bool = field(default=True, init=False)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -135,9 +126,9 @@ class Recorder(Callback):
         row |= {name: float(v) for name, v in metrics.items() if not name.startswith("bilevel/")}
         # Before the first step a module does not know its data, of which a sample may be the batch.
         if step is not None or getattr(trainer.datamodule, "growing", None) is None:
-            options = {"envelope": self.envelope, "tolerance": usual_tolerance(trainer)}
             given = batch if step is None and not pl_module.on_mini_batches else None
-            found = pl_module.certify(batch=given, **options)
+            tolerance = usual_tolerance(trainer)
+            found = pl_module.certify(batch=given, envelope=self.envelope, tolerance=tolerance)
             if found is not None:
                 row |= {"violation": found.feasibility, "kkt_residual": found.kkt}
         self.rows.append(row)
@@ -156,13 +147,7 @@ class Recorder(Callback):
 
 
 def compare(
-    configs: Sequence[Path],
-    budget: float,
-    out: Path,
-    *,
-    evaluations: int = 40,
-    log_spaced: bool = False,
-    allow_different_tasks: bool = False,
+    configs: Sequence[Path], budget: float, out: Path, evaluations: int = 40
 ) -> list[MethodResult]:
     """Run each config for the same time; write results.csv, summary.md and the figure.
 
@@ -171,8 +156,6 @@ def compare(
         budget: Seconds of optimisation for each method.
         out: The folder of the results; an interrupted comparison resumes from it.
         evaluations: The number of evaluations of each method, spread over the budget.
-        log_spaced: Spread them evenly on a logarithmic axis, from a thousandth of the budget on.
-        allow_different_tasks: Compare even if data or start differ.
     """
     paths = [config for path in configs for config in (sorted(path.glob("*.yaml")) or [path])]
     methods = {path.stem: Method(path, budget) for path in paths}
@@ -180,21 +163,16 @@ def compare(
         raise ValueError(f"`compare {' '.join(map(str, paths))}`: each config needs its own name.")
     first = next(iter(methods.values()))
     for name, method in methods.items():
-        differences = [key for key in first.task if method.task[key] != first.task[key]]
-        if differences and not allow_different_tasks:
-            raise ValueError(
-                f"`compare`: {name} differs from {first.path.stem} in {', '.join(differences)}; "
-                "--allow-different-tasks compares all the same."
-            )
+        different = ", ".join(key for key in first.task if method.task[key] != first.task[key])
+        if different:
+            raise ValueError(f"`compare`: {name} differs from {first.path.stem} in {different}.")
         kept = out / name / "config.yaml"
         if kept.exists() and kept.read_text() != method.text:
-            raise ValueError(
-                f"`compare --out {out}`: {name} was run there with another budget or settings."
-            )
+            words = "was run there with another budget or settings"
+            raise ValueError(f"`compare --out {out}`: {name} {words}.")
     # All are judged by the envelope of the first IVSP.
     envelope = next((m.model.envelope for m in methods.values() if m.solver == "IVSP"), None)
-    shares = [(i + 1) / evaluations for i in range(evaluations)]
-    times = [budget * (1000 ** (share - 1) if log_spaced else share) for share in shares]
+    times = [budget * (i + 1) / evaluations for i in range(evaluations)]
     # No method pays for the first calls of the process.
     with suppress(Exception):
         Method(first.path, budget).fit([OptimizationBudget(1e-9)])
@@ -238,8 +216,6 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", default="1s", help="time of each method, such as 10m")
     parser.add_argument("--out", type=Path, help="folder (default: comparison-NAME-BUDGET)")
     parser.add_argument("--evaluations", type=int, default=40, help="spread over the budget")
-    parser.add_argument("--log-spaced", action="store_true", help="spread them on a log axis")
-    parser.add_argument("--allow-different-tasks", action="store_true")
     given = parser.parse_args(args)
     logging.disable(logging.INFO)  # what Lightning says of every Trainer
     given.out = given.out or Path(f"comparison-{given.configs[0].resolve().stem}-{given.budget}")

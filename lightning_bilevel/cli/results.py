@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_bilevel.plotting import PALETTE, scale
-
-__all__ = ["COUNTS", "MethodResult", "write_results"]
+__all__ = ["COUNTS", "MethodResult", "scale", "write_results"]
 
 COUNTS = ("iteration", "optimization_time", "passes")
 _LABELS = {"auroc": "AUROC", "kkt_residual": "KKT residual (only IVSP aims at it)"}
-# A solver has the same colour in every figure. Those beyond the first seven are of Tol's palette.
-_SOLVERS = ["IVSP", "PNGBiO", "MEHA", "SLM", "F2SA", "VPBGD", "BOME"]
-_SOLVERS += ["AID", "ITD", "SOBA", "DARTS", "F2BA", "HJFBiO", "PBGDFree", "LuMei"]
-_TOL = ["#882255", "#44AA99", "#999933", "#888888", "#332288", "#AA4499", "#117733", "#661100"]
-_COLOURS = dict(zip(_SOLVERS, [*PALETTE.values(), *_TOL], strict=True))
+# A solver has the same colour in every figure: Okabe and Ito's palette, which colour-blind readers
+# can tell apart, and beyond its seven Tol's.
+_COLOURS = {
+    **{"IVSP": "#D55E00", "PNGBiO": "#0072B2", "MEHA": "#009E73", "SLM": "#CC79A7"},
+    **{"F2SA": "#E69F00", "VPBGD": "#56B4E9", "BOME": "#000000", "AID": "#882255"},
+    **{"ITD": "#44AA99", "SOBA": "#999933", "DARTS": "#888888", "F2BA": "#332288"},
+    **{"HJFBiO": "#AA4499", "PBGDFree": "#117733", "LuMei": "#661100"},
+}
 _STYLES = ("-", "--", ":", "-.")
 
 
@@ -86,7 +87,7 @@ def summary(results: Sequence[MethodResult], metrics: Sequence[str], title: str)
 
 
 def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> Any:
-    """Draw each metric against optimisation time, one panel per metric, with IVSP on top."""
+    """Draw each metric against optimisation time, one panel per metric."""
     from matplotlib.figure import Figure
 
     columns = len(metrics) if len(metrics) <= 4 else 3
@@ -97,14 +98,11 @@ def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) ->
         axis: Any = figure.add_subplot(rows, columns, number)
         for index, result in enumerate(results):
             points = [row for row in result.rows if metric in row]
-            ours = result.solver == "IVSP"
             axis.plot(
                 [row["optimization_time"] for row in points],
                 [row[metric] for row in points],
                 color=_COLOURS.get(result.solver, f"C{index}"),
                 linestyle=_STYLES[solvers[:index].count(result.solver) % len(_STYLES)],
-                linewidth=2.4 if ours else 1.5,
-                zorder=3 if ours else 2,
                 label=result.solver if solvers.count(result.solver) == 1 else result.name,
             )
         scale(axis, [row[metric] for result in results for row in result.rows if metric in row])
@@ -115,3 +113,17 @@ def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) ->
     lines = axis.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=2 * columns, frameon=False)
     return figure
+
+
+def scale(axis: Any, values: Sequence[float]) -> None:
+    """Make an axis logarithmic if its values are not negative and span more than a power of ten."""
+    finite = [value for value in values if math.isfinite(value)]
+    sizes = [value for value in finite if value != 0.0]
+    if not sizes or min(sizes) < 0.0 or max(sizes) <= 10 * min(sizes):
+        return
+    if len(sizes) == len(finite):
+        axis.set_yscale("log")
+    else:
+        # A violation that has reached zero is drawn at the bottom of a logarithmic axis.
+        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
+        axis.set_ylim(bottom=0.0)

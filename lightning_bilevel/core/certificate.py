@@ -21,20 +21,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.assumptions import theorem
-from lightning_bilevel.core.lagrangian import Lagrangian
 from lightning_bilevel.core.lower import LowerLevel
-from lightning_bilevel.core.moreau import Envelope, MoreauPoint, evaluate_gap
-from lightning_bilevel.core.multiplier import smallest_residual
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
+from lightning_bilevel.core.multiplier import Lagrangian
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
-from lightning_bilevel.core.qualification import Qualification, judge
+from lightning_bilevel.core.qualification import Qualification, theorem
+from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
 
@@ -47,25 +47,17 @@ class Certificate:
 
     Attributes:
         stationarity: :math:`\Phi^s`.
-        feasibility: :math:`\Phi^f`, the largest violation of a constraint.
-        complementarity: :math:`\Phi^c`.
-        multiplier: :math:`\lambda`.
-        own_multiplier: Whether the solver reported the multiplier. Otherwise it is the
+        residuals: R = H - delta, the relaxed residual, which is negative where the constraint is
+            slack; then the values of the constraints beside the lower level.
+        multipliers: Their multipliers, :math:`\lambda` first.
+        own_multiplier: Whether the solver reported :math:`\lambda`. Otherwise it is the
             least-squares one.
-        smallest_kkt: The smallest value of ``kkt`` over all multipliers :math:`\lambda \ge 0`; the
-            multipliers of the constraints beside the lower level stay as they are.
-        gap: H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .).
-        residual: R = H - delta, the relaxed residual, negative where the constraint is slack.
+        smallest_kkt: The smallest value of ``kkt`` over all :math:`\lambda \ge 0`, with the other
+            multipliers fixed.
+        envelope: rho, sigma and delta.
         upper: f.
         lower: g.
         prox_distance: |y - z|, z the proximal point.
-        prox_stationarity: |y - z| / rho, a bound on how far z, not y, is from being stationary for
-            g(x, .) over Y; equal to it where z is in the interior of Y.
-        distance_bound: What delta + :math:`[R]_+` guarantees for ``prox_distance``.
-        stationarity_bound: What delta + :math:`[R]_+` guarantees for ``prox_stationarity``.
-        rho: The parameter of the Moreau envelope.
-        sigma: The assumed weak-convexity modulus.
-        delta: The relaxation.
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping.
         qualification: Why the constraint qualification (ENNAMCQ) holds or fails, or "not known".
         theorem: Whether the convergence theorem of IVSP covers the problem, as far as its
@@ -74,33 +66,22 @@ class Certificate:
         lower_gradient: How far y itself is from being stationary for g(x, .).
         upper_norm: |x|.
         lower_norm: |y|.
-        first_upper_gradient: ``upper_gradient`` at the start of the run; None if unknown.
-        first_lower_gradient: ``lower_gradient`` at the start of the run; None if unknown.
+        start: ``upper_gradient`` and ``lower_gradient`` at the start of the run; None if unknown.
         evaluated_on: The data that f and g were evaluated on, in words; empty for the data of the
             whole run.
         point: Which point of the run this is, in words; empty for the current one.
         passes: The passes of f and g that the certificate took.
-        constraints: The values of the constraints beside the lower level.
-        constraint_multipliers: Their multipliers.
     """
 
     stationarity: float
-    feasibility: float
-    complementarity: float
-    multiplier: float
+    residuals: list[float]
+    multipliers: list[float]
     own_multiplier: bool
     smallest_kkt: float
-    gap: float
-    residual: float
+    envelope: Envelope
     upper: float
     lower: float
     prox_distance: float
-    prox_stationarity: float
-    distance_bound: float
-    stationarity_bound: float
-    rho: float
-    sigma: float
-    delta: float
     tolerance: float
     qualification: str
     theorem: str
@@ -108,47 +89,108 @@ class Certificate:
     lower_gradient: float
     upper_norm: float
     lower_norm: float
-    first_upper_gradient: float | None = None
-    first_lower_gradient: float | None = None
+    start: Start | None = None
     evaluated_on: str = ""
     point: str = ""
     passes: int = field(default=0, compare=False)
-    constraints: list[float] = field(default_factory=list)
-    constraint_multipliers: list[float] = field(default_factory=list)
+
+    rho = property(attrgetter("envelope.rho"), doc="The parameter of the Moreau envelope.")
+    sigma = property(attrgetter("envelope.sigma"), doc="The assumed weak-convexity modulus.")
+    delta = property(attrgetter("envelope.delta"), doc="The relaxation.")
 
     @property
     def kkt(self) -> float:
         """The largest of the three residuals."""
         return max(self.stationarity, self.feasibility, self.complementarity)
 
+    @property
+    def feasibility(self) -> float:
+        r""":math:`\Phi^f`, the largest violation of a constraint."""
+        return max(0.0, *self.residuals)
+
+    @property
+    def complementarity(self) -> float:
+        r""":math:`\Phi^c`, the largest product of a constraint and its multiplier."""
+        pairs = zip(self.multipliers, self.residuals, strict=True)
+        return max(abs(weight * residual) for weight, residual in pairs)
+
+    @property
+    def residual(self) -> float:
+        """R."""
+        return self.residuals[0]
+
+    @property
+    def multiplier(self) -> float:
+        r""":math:`\lambda`, the multiplier of R."""
+        return self.multipliers[0]
+
+    @property
+    def constraints(self) -> list[float]:
+        """The values of the constraints beside the lower level."""
+        return self.residuals[1:]
+
+    @property
+    def constraint_multipliers(self) -> list[float]:
+        """The multipliers of the constraints beside the lower level."""
+        return self.multipliers[1:]
+
+    @property
+    def gap(self) -> float:
+        """H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .)."""
+        return max(self.residual + self.envelope.delta, 0.0)
+
+    @property
+    def prox_stationarity(self) -> float:
+        """|y - z| / rho, a bound on how far z is from being stationary for g(x, .) over Y.
+
+        It is for z, not y, and exact where z is in the interior of Y.
+        """
+        return self.prox_distance / self.envelope.rho
+
+    @property
+    def distance_bound(self) -> float:
+        """What delta + :math:`[R]_+` guarantees for ``prox_distance``."""
+        return self.envelope.distance_bound(max(self.residual, 0.0))
+
+    @property
+    def stationarity_bound(self) -> float:
+        """What delta + :math:`[R]_+` guarantees for ``prox_stationarity``."""
+        return self.envelope.stationarity_bound(max(self.residual, 0.0))
+
+    @property
+    def first_upper_gradient(self) -> float | None:
+        """``upper_gradient`` at the start of the run; None if unknown."""
+        return None if self.start is None else self.start.upper_gradient
+
+    @property
+    def first_lower_gradient(self) -> float | None:
+        """``lower_gradient`` at the start of the run; None if unknown."""
+        return None if self.start is None else self.start.lower_gradient
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain numbers and words, for JSON."""
-        return asdict(self)
+        """Return all attributes as plain numbers and words, for JSON."""
+        derived = [name for name, kind in vars(Certificate).items() if isinstance(kind, property)]
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the certificate as pairs of words, for a table."""
         origin = "of the solver" if self.own_multiplier else "least squares"
+        best = f"(the best multiplier would give {self.smallest_kkt:.3e})"
+        slope = f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e})"
         rows = [
+            ("point", self.point),
+            ("evaluated on", self.evaluated_on),
             ("KKT stationarity", f"{self.stationarity:.3e}"),
             ("KKT feasibility", f"{self.feasibility:.3e}"),
             ("KKT complementarity", f"{self.complementarity:.3e}"),
             ("multiplier", f"{self.multiplier:.4g} ({origin})"),
-            (
-                "KKT residual",
-                f"{self.kkt:.3e} (the best multiplier would give {self.smallest_kkt:.3e})",
-            ),
+            ("KKT residual", f"{self.kkt:.3e} {best}"),
             ("Moreau gap H", f"{self.gap:.3e}"),
             ("residual R = H - delta", f"{self.residual:.3e}"),
             ("upper level f", f"{self.upper:.6g}"),
             ("lower level g", f"{self.lower:.6g}"),
-            (
-                "|y - z|",
-                f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e})",
-            ),
-            (
-                "stationarity of z for g",
-                f"{self.prox_stationarity:.3e} (at most {self.stationarity_bound:.3e})",
-            ),
+            ("|y - z|", f"{self.prox_distance:.3e} (at most {self.distance_bound:.3e})"),
+            ("stationarity of z for g", slope),
             ("relaxation", f"delta = {self.delta:g}, rho = {self.rho:g}, sigma = {self.sigma:g}"),
             ("constraint qualification", self.qualification),
             ("theorem of IVSP", self.theorem),
@@ -156,11 +198,7 @@ class Certificate:
         beside = zip(self.constraints, self.constraint_multipliers, strict=True)
         for number, (value, multiplier) in enumerate(beside, start=1):
             rows.append((f"constraint {number}", f"{value:.3e} (multiplier {multiplier:.4g})"))
-        if self.evaluated_on:
-            rows.insert(0, ("evaluated on", self.evaluated_on))
-        if self.point:
-            rows.insert(0, ("point", self.point))
-        return rows
+        return [(name, text) for name, text in rows if text]
 
     def __str__(self) -> str:
         return table("certificate", self.rows())
@@ -191,8 +229,8 @@ def certify(
         multiplier: The :math:`\lambda` of the solver; None chooses the one that minimises the
             stationarity alone.
         tolerance: The accuracy of the proximal point; None is 1e-9 in float64, 1e-5 otherwise.
-        qualification: What is known about the constraint qualification: words, a verdict, a
-            :class:`~lightning_bilevel.core.qualification.Condition` or a function of the envelope.
+        qualification: What is known about the constraint qualification: words, or a
+            :class:`~lightning_bilevel.core.qualification.Condition`.
         kinks: The parts of f or g that are not differentiable, in words, such as "ReLU".
         start: The gradients at the start of the run, as
             :meth:`~lightning_bilevel.core.problem.BilevelProblem.check` returns them. The reading
@@ -216,84 +254,53 @@ def certify(
     with problem.uncounted():
         upper = problem.upper(x, y)
         beside = problem.residuals(x, y)
-        gap, slope, tolerance = _look_below(problem, x, y, envelope, tolerance, passes)
+        lower = problem.at(x)
+        z, tolerance = _prox(lower, y, envelope.rho, problem.lower_set, tolerance, passes)
+        slope = lower.gradient(y)
+        gap = evaluate_gap(lower, y, z, envelope, slope)
         spent = (problem.calls - calls).passes
     residuals = Residuals(
         (gap.residual, *beside.values),
         (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients),
     )
+    feasible = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
     grad_f = torch.cat([upper.grad_x, upper.grad_y])
-    lagrangian = Lagrangian(problem, x, y, grad_f, residuals)
-    weights = lagrangian.multipliers(multiplier)
-    weight, *others = weights
-
-    def stationarity(value: float) -> float:
-        return lagrangian.stationarity([value, *others])
-
-    products = [abs(w * value) for w, value in zip(weights, residuals.values, strict=True)]
-    below = max(gap.residual, 0.0)
-    known = judge(qualification, envelope, problem.lower_set, problem.upper_set)
-    distance = norm(y - gap.z)
+    lagrangian = Lagrangian(feasible, torch.cat([x, y]), grad_f, residuals)
+    multipliers = lagrangian.best_multipliers(multiplier)
+    if not isinstance(qualification, str):
+        qualification = qualification(envelope, problem.lower_set, problem.upper_set)
     return Certificate(
-        stationarity=stationarity(weight),
-        feasibility=max(0.0, *residuals.values),
-        complementarity=max(products),
-        multiplier=weight,
+        stationarity=lagrangian.stationarity(multipliers),
+        residuals=list(residuals.values),
+        multipliers=multipliers,
         own_multiplier=multiplier is not None,
-        smallest_kkt=max(
-            [smallest_residual(stationarity, gap.residual, weight), *beside.values, *products[1:]]
-        ),
-        gap=max(gap.residual + envelope.delta, 0.0),
-        residual=gap.residual,
+        smallest_kkt=lagrangian.smallest_kkt(multipliers),
+        envelope=envelope,
         upper=upper.value,
         lower=gap.lower,
-        prox_distance=distance,
-        prox_stationarity=distance / envelope.rho,
-        distance_bound=envelope.distance_bound(below),
-        stationarity_bound=envelope.stationarity_bound(below),
-        rho=envelope.rho,
-        sigma=envelope.sigma,
-        delta=envelope.delta,
+        prox_distance=norm(y - z),
         tolerance=tolerance,
-        qualification=known,
-        theorem=theorem(known, problem.upper_set, problem.lower_set, kinks, problem.beyond),
+        qualification=qualification,
+        theorem=theorem(qualification, problem.upper_set, problem.lower_set, kinks, problem.beyond),
         upper_gradient=math.hypot(norm(upper.grad_x), norm(upper.grad_y)),
         lower_gradient=problem.lower_set.normal_cone_distance(y, slope),
         upper_norm=norm(x),
         lower_norm=norm(y),
-        first_upper_gradient=None if start is None else start.upper_gradient,
-        first_lower_gradient=None if start is None else start.lower_gradient,
+        start=start,
         evaluated_on=evaluated_on,
         point=point,
         passes=spent,
-        constraints=list(beside.values),
-        constraint_multipliers=others,
     )
 
 
-def _look_below(
-    problem: BilevelProblem,
-    x: Tensor,
-    y: Tensor,
-    envelope: Envelope,
-    tolerance: float,
-    passes: int | None,
-) -> tuple[MoreauPoint, Tensor, float]:
-    """Return R with its gradients, the gradient of g in y, and the accuracy of the former."""
-    lower = problem.at(x)
-    prox = partial(precise_prox, lower, y, envelope.rho, problem.lower_set)
-    if passes is None:
-        z = prox(tolerance=tolerance)
-    else:
-        z = prox(tolerance=tolerance, max_iterations=passes, best_effort=True)
-        tolerance = max(tolerance, _accuracy(problem, lower, y, z, envelope.rho))
-    slope = lower.gradient(y)
-    return evaluate_gap(lower, y, z, envelope, slope), slope, tolerance
-
-
-def _accuracy(
-    problem: BilevelProblem, lower: LowerLevel, y: Tensor, z: Tensor, rho: float
-) -> float:
-    """Return the norm of the gradient mapping of psi at z."""
+def _prox(
+    lower: LowerLevel, y: Tensor, rho: float, lower_set: ConvexSet, wanted: float, limit: int | None
+) -> tuple[Tensor, float]:
+    """Return the proximal point and its accuracy, which a limit may leave above the wanted one."""
+    prox = partial(precise_prox, lower, y, rho, lower_set, tolerance=wanted)
+    if limit is None:
+        return prox(), wanted
+    z = prox(max_iterations=limit, best_effort=True)
     direction = slope_of_psi(lower.gradient(z), z, y, rho)
-    return norm(z - projected_step(z, direction, rho, problem.lower_set)) / rho
+    mapping = norm(z - projected_step(z, direction, rho, lower_set)) / rho
+    return z, max(wanted, mapping)

@@ -1,4 +1,4 @@
-r"""Estimates of the curvature of f and g around a point, from a few gradients.
+r"""Second derivatives of f and g around a point, as differences of gradients.
 
 The Hessian H is never formed: :math:`H v \approx (\nabla g(y + h v) - \nabla g(y))/h`. Repeating
 :math:`v \leftarrow H v / \|H v\|` turns v towards the direction of the largest curvature.
@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import NonFiniteError
+from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["coupling", "lower_curvature", "reachable_envelope", "upper_curvature"]
+__all__ = [
+    "coupling",
+    "difference_curvature",
+    "difference_length",
+    "difference_products",
+    "lower_curvature",
+    "reachable_envelope",
+    "upper_curvature",
+]
 
 
 def lower_curvature(
@@ -140,3 +149,47 @@ def reachable_envelope(
     rho = 1 / (4 * curvature)
     share = rho * (1 - rho * curvature) / (wanted.rho * (1 - wanted.rho * wanted.sigma))
     return Envelope(rho=rho, sigma=curvature, delta=share * wanted.delta)
+
+
+def difference_products(
+    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None, unit: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\nabla^2_{yy} g\, v` and :math:`\nabla^2_{xy} g\, v` by central differences.
+
+    .. math:: \nabla^2 g(x, y)\, v \approx
+        \frac{\nabla g(x, y + h v) - \nabla g(x, y - h v)}{2 h}, \qquad
+        h = s\, (1 + \|y\|) / \|v\|
+
+    They count as a gap, and serve functions that torch cannot differentiate twice. The error is of
+    the order of :math:`s^2`, plus that of rounding over s. Both points may lie outside Y.
+
+    Double differentiation refuses such a function, with one exception. A function that is marked
+    ``once_differentiable`` may enter the loss linearly: torch then takes its curvature for 0, and
+    only a comparison with these differences shows it.
+
+    Args:
+        lower: g(x, .).
+        y: The point.
+        v: The vector.
+        step: s; None for the cube root of the machine precision, which balances the two errors.
+        unit: The unit of y, in which h is measured.
+    """
+    h = difference_length(y, v, unit, step)
+    gap = lower.full_gap(y + h * v, y - h * v)
+    return (gap.grad_y - gap.grad_z) / (2 * h), gap.grad_x / (2 * h)
+
+
+def difference_curvature(
+    lower: LowerLevel, y: Tensor, v: Tensor, step: float | None = None, unit: float = 1.0
+) -> Tensor:
+    r"""Return :math:`\nabla^2_{yy} g\, v` alone, from two gradients of g(x, .)."""
+    h = difference_length(y, v, unit, step)
+    return (lower.gradient(y + h * v) - lower.gradient(y - h * v)) / (2 * h)
+
+
+def difference_length(y: Tensor, v: Tensor, unit: float = 1.0, step: float | None = None) -> float:
+    """Return the h of :func:`difference_products`."""
+    numbers = torch.finfo(y.dtype)
+    relative = numbers.eps ** (1 / 3) if step is None else step
+    # For v = 0 both points are y, and the difference is 0. The square root keeps h finite there.
+    return float(relative * (unit + norm(y)) / max(norm(v), math.sqrt(numbers.tiny)))

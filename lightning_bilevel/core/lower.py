@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.leaves import map_tensors
+from lightning_bilevel.core.chunks import map_tensors
 from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
 
 __all__ = [
@@ -204,20 +204,21 @@ class LowerLevel:
             -coupled("g", minus),
         )
 
-    def products(self, y: Tensor, v: Tensor) -> Products:
+    def products(self, y: At, v: Tensor) -> Products:
         """Return the products of the second derivatives of g at (x, y) with v, and the gradient.
 
         They are computed by double differentiation. No graph is kept.
         """
-        point = LowerPoint(y, keeps=False)
+        point = _point(y)
         value, (grad_y, yy, xy) = self._twice(point, v, (point.leaf, self.x))
-        return Products(value, coupled("g", grad_y), or_zeros(yy, y), or_zeros(xy, self.x))
+        return Products(value, coupled("g", grad_y), or_zeros(yy, v), or_zeros(xy, self.x))
 
-    def curvature(self, y: LowerPoint, v: Tensor) -> Tensor:
+    def curvature(self, y: At, v: Tensor) -> Tensor:
         r"""Return :math:`\nabla^2_{yy} g(x, y)\, v` alone; x is a constant."""
-        _, (grad_y, yy) = self._twice(y, v, (y.leaf,))
+        point = _point(y)
+        _, (grad_y, yy) = self._twice(point, v, (point.leaf,))
         coupled("g", grad_y)
-        return or_zeros(yy, y.leaf)
+        return or_zeros(yy, v)
 
     def _constants(self) -> list[Any]:
         """Return the features of each chunk, without a graph."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.constraints import evaluate, stacked
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, nothing, weighted
 from lightning_bilevel.core.passes import (
@@ -29,6 +28,8 @@ from lightning_bilevel.core.passes import (
     Passes,
     Reduce,
     Residuals,
+    check_finite,
+    check_scalar,
     coupled,
     leaf,
     or_zeros,
@@ -40,6 +41,7 @@ __all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
 
 # Two evaluations at the same point may differ by this many roundings.
 _ROUNDINGS = 30.0
+_CONSTRAINT = "A constraint c"
 
 
 class Upper(NamedTuple):
@@ -120,7 +122,7 @@ class BilevelProblem:
         self.single_level = lower is None
         self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
         # All constraints on one chunk of the data, as a function that returns a vector.
-        self.residual_terms = [stacked(constraints)] if constraints else []
+        self.residual_terms = [_stacked(constraints)] if constraints else []
         self.upper_set = upper_set or Free()
         self.lower_set = lower_set or Free()
         self.share: tuple[float, float] | None = None
@@ -228,9 +230,17 @@ class BilevelProblem:
         return value, coupled("f", grad)
 
     def residuals(self, x: Tensor, y: Tensor) -> Residuals:
-        """Return the constraints beside the lower level and their gradients, if there are any."""
-        terms = self.residual_terms
-        return evaluate(terms, self._passes, x, y) if terms else Residuals()
+        """Return the constraints and their gradients; each counts as one pass of f."""
+        if not self.residual_terms:
+            return Residuals()
+        w = leaf(torch.cat([x.detach(), y.detach()]))
+        table = torch.stack([_rows(term, w, x.numel()) for term in self.residual_terms]).sum(0)
+        if self.reduce is not None:
+            table = self.reduce(table)
+        values, gradients = table[:, 0].tolist(), tuple(table[:, 1:].to(w.dtype))
+        check_finite(_CONSTRAINT, values, table[:, 1:].sum(1).tolist(), gradients, (x, y))
+        self.calls += Calls(upper=len(values))
+        return Residuals(tuple(values), gradients)
 
     def _differentiate_upper(
         self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
@@ -300,3 +310,24 @@ def _as_list(given: Any) -> list[Any]:
 
 def _weighted(terms: list[LowerTerm], weight: float) -> list[LowerTerm]:
     return [term.weighted(weight) for term in terms] if weight else [LowerTerm(nothing)]
+
+
+def _stacked(functions: Sequence[Function]) -> Function:
+    """Return functions of (x, y), each of which returns a scalar, as one that returns a vector."""
+    return lambda x, y: torch.stack([function(x, y) for function in functions])
+
+
+def _rows(term: Function, w: Tensor, split: int) -> Tensor:
+    """Return a row for each constraint: its value and its gradient, in float64."""
+    rows = []
+    with torch.enable_grad():
+        for value in term(w[:split], w[split:]):
+            check_scalar(_CONSTRAINT, value)
+            # The constraints of a chunk may share a part of their graph.
+            (grad,) = (
+                torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
+                if value.requires_grad
+                else (torch.zeros_like(w),)
+            )
+            rows.append(torch.cat([value.detach().reshape(1).double(), grad.double()]))
+    return torch.stack(rows)

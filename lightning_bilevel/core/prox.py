@@ -8,7 +8,6 @@ One is for solvers, which know constants of g. The other is for evaluations, whi
 from __future__ import annotations
 
 import math
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -116,17 +115,17 @@ def inexact_prox(
             undefined += 1
             if z is start or undefined > _MAX_UNDEFINED:
                 raise
-            verdict = _Verdict.TOO_LONG
+            too_long = True
         else:
             direction = slope_of_psi(slope, z, y, envelope.rho)
             new = projected_step(z, direction, eta, lower_set)
             residual = math.sqrt(squared_distance(z, new)) / eta
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
-            verdict = watch.judge(residual, eta, z, slope, direction)
+            too_long = watch.too_long(residual, eta, z, slope, direction)
             if last is not None and _steepness(z, direction, *last) * eta > _TOO_STEEP:
-                verdict = _Verdict.TOO_LONG
-            if verdict is _Verdict.ROUNDED:
+                too_long = True
+            if watch.rounded and not too_long:
                 return new, halvings
             if accelerated:
                 z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
@@ -142,7 +141,7 @@ def inexact_prox(
             before = new
             # The next gradient needs the most memory, and neither of these.
             del slope, direction
-        if verdict is _Verdict.TOO_LONG:
+        if too_long:
             halvings += 1
             eta /= 2
             z = start
@@ -160,54 +159,43 @@ def inexact_prox(
     )
 
 
-class _Verdict(Enum):
-    FINE = auto()
-    # Two terms cancel and only their rounding is left in the residual: no step makes it smaller.
-    ROUNDED = auto()
-    TOO_LONG = auto()
-
-
 class _Watch:
-    """Judges the step by the residuals: with the right step they fall every time."""
+    """Judges the step by the residuals: with the right step they fall every time.
+
+    Attributes:
+        best: The smallest residual.
+        rounded: Whether only rounding is left of the residual: no step makes it smaller.
+    """
 
     def __init__(self, y: Tensor, rho: float) -> None:
         self.y = y
         self.rho = rho
         self.first: float | None = None
         self.best = math.inf
+        self.rounded = False
         self.since_best = 0
         self.previous: tuple[Tensor, Tensor] | None = None
 
-    def judge(
+    def too_long(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
-    ) -> _Verdict:
+    ) -> bool:
         """Judge a step eta from z; the gradient of g is ``slope``, that of psi ``direction``."""
         self.since_best = 0 if residual < self.best else self.since_best + 1
         self.best = min(residual, self.best)
-        if self.first is None:
-            self.first = residual
+        self.first = residual if self.first is None else self.first
         if not residual <= _DIVERGED * self.first:
-            return _Verdict.TOO_LONG
-        verdict = _Verdict.FINE
+            return True
+        too_curved = False
         if self.since_best >= _STALLED:
-            verdict = self._explain_stall(residual, eta, z, slope, direction)
             self.since_best = 0
-        # Only `_explain_stall` needs the previous vectors, so they are kept for its call alone.
+            # Rounding comes first: it spoils the curvature too.
+            terms = norm(slope) + norm(z - self.y) / self.rho
+            self.rounded = residual <= _NOISE * torch.finfo(z.dtype).eps * terms
+            if self.previous is not None and not self.rounded:
+                too_curved = _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
+        # Only a stall needs the previous vectors.
         self.previous = (z, direction) if self.since_best >= _STALLED - 1 else None
-        return verdict
-
-    def _explain_stall(
-        self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
-    ) -> _Verdict:
-        """Tell why the residual no longer falls: rounding, or g is too curved for eta."""
-        # Rounding comes first: it spoils the curvature too.
-        terms = norm(slope) + norm(z - self.y) / self.rho
-        if residual <= _NOISE * torch.finfo(z.dtype).eps * terms:
-            return _Verdict.ROUNDED
-        if self.previous is None:
-            return _Verdict.FINE
-        too_curved = _curvature(z, direction, *self.previous) * eta > 1.0 + 1e-3
-        return _Verdict.TOO_LONG if too_curved else _Verdict.FINE
+        return too_curved
 
 
 def _steepness(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:

@@ -1,4 +1,7 @@
-r"""The constraint qualification ENNAMCQ, and conditions that imply it.
+r"""What the convergence theorem asks for, as far as it can be seen.
+
+The theorem is that of IVSP, for a fixed delta. It asks for compact convex sets X and Y, for f and g
+with Lipschitz gradients on them, and for the constraint qualification ENNAMCQ:
 
 .. math:: 0 \notin \nabla R(w) + N_C(w) \quad\text{for every } w \in C \text{ with } R(w) \ge 0
 
@@ -10,9 +13,9 @@ test it, but each condition here implies it.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import Box, ConvexSet, Product, is_bounded
@@ -25,29 +28,57 @@ __all__ = [
     "ReweightedSigmoidNetwork",
     "StrictlyConvex",
     "cross_entropy_bound",
-    "judge",
+    "theorem",
 ]
 
 
-class Condition(ABC):
-    """A sufficient condition, which a problem declares and whose numbers are checked."""
+class Condition(Protocol):
+    """A sufficient condition whose numbers are checked, or any other function of the same kind."""
 
-    @abstractmethod
     def __call__(self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet) -> str:
-        """Return what follows for an envelope, Y and X: "holds: ..." or "not known: ..."."""
+        """Return what follows for an envelope, Y and X.
+
+        The words start with "holds" or "fails", or else leave the qualification open.
+        """
+        ...
 
 
-# Words that start with "holds" or "fails", or else leave the qualification open.
-Qualification = str | Condition | Callable[[Envelope], str]
+# What is known: the words, or what yields them.
+Qualification = str | Condition
 
 
-def judge(
-    qualification: Qualification, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
+def theorem(
+    qualification: str,
+    upper_set: ConvexSet,
+    lower_set: ConvexSet,
+    kinks: Sequence[str] = (),
+    beyond: str = "",
 ) -> str:
-    """Return what was declared, in words."""
-    if isinstance(qualification, Condition):
-        return qualification(envelope, lower_set, upper_set)
-    return qualification(envelope) if callable(qualification) else qualification
+    """Say whether the theorem covers a problem.
+
+    Args:
+        qualification: What is known about the constraint qualification, in words.
+        upper_set: X.
+        lower_set: Y.
+        kinks: The parts of f or g that are not differentiable, such as "ReLU".
+        beyond: What the problem is that the theorem does not know, in words; empty for nothing.
+    """
+    sets = {"X": is_bounded(upper_set), "Y": is_bounded(lower_set)}
+    unbounded = [name for name, bounded in sets.items() if bounded is False]
+    against = [beyond] if beyond else []
+    for names, fault in ((unbounded, "unbounded"), (kinks, "not differentiable")):
+        if names:
+            against.append(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {fault}")
+    if qualification.startswith("fails"):
+        against.append("the constraint qualification fails")
+    if against:
+        return f"does not apply: {', '.join(against)}"
+    unknown = [f"whether {name} is bounded" for name, bounded in sets.items() if bounded is None]
+    if not qualification.startswith("holds"):
+        unknown.append("the constraint qualification")
+    if unknown:
+        return f"not known: {', '.join(unknown)}"
+    return "applies, if the gradients of f and g are Lipschitz"
 
 
 class StrictlyConvex(Condition):
@@ -113,21 +144,19 @@ class Reweighted(Condition):
             return f"not known: x must lie in a bounded box, and lies in {upper_set!r}"
         # -M. If the bounds differ, the largest lower one leaves the largest weight.
         lowest = max(float(box.lower.max()) for box in boxes)
-        smallest_weight = _sigmoid(lowest)
+        weight = _sigmoid(lowest)
         if self.spread is None:
-            most = envelope.delta / smallest_weight if smallest_weight > 0.0 else math.inf
+            most = envelope.delta / weight if weight > 0.0 else math.inf
             return (
                 "not known: it holds if the loss of each sample varies over Y by less than "
                 f"{most:.2g} = delta / omega({lowest:g})"
             )
-        threshold = smallest_weight * self.spread
-        numbers = (
-            f"{threshold:.2g} = omega({lowest:g}) D, where the losses vary over Y by at most "
-            f"D = {self.spread:.4g}"
+        holds = envelope.delta > weight * self.spread
+        return (
+            f"{'holds' if holds else 'not known'}: delta = {envelope.delta:g} "
+            f"{'>' if holds else '<='} {weight * self.spread:.2g} = omega({lowest:g}) D, where the "
+            f"losses vary over Y by at most D = {self.spread:.4g}"
         )
-        if envelope.delta > threshold:
-            return f"holds: delta = {envelope.delta:g} > {numbers}"
-        return f"not known: delta = {envelope.delta:g} <= {numbers}"
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,26 @@
-r"""Convex sets. The rest of the library uses two operations of a set only.
+r"""Convex sets, their projections and the derivatives of these.
 
-The first is the projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` onto the set :math:`C`.
-The second is the distance :math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from
+Every method uses the projection :math:`P_C(v) = \arg\min_{c \in C} \|c - v\|` onto the set
+:math:`C`, and the distance :math:`\operatorname{dist}(0, d + N_C(v))` of a gradient :math:`d` from
 the normal cone. It is zero exactly where :math:`v` satisfies the first-order condition of
 minimising a function with gradient :math:`d` over :math:`C`.
 
-A set may also say whether it is bounded, as the sets here do: the convergence theorem asks for it.
+A set may also say whether it is bounded, which the convergence theorem asks for, and return the
+face that a point is projected onto, which hypergradients ask for. At almost every u the projection
+onto a box, a ball or a simplex has a symmetric derivative:
+
+.. math:: P_C'(u) = \operatorname{diag}(1 + b)^{-1}\, T
+
+T is the orthogonal projection onto the directions in which :math:`P_C(u)` moves along its face, and
+:math:`b \ge 0` is the curvature of the face: 0 for a flat one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,10 +31,11 @@ __all__ = [
     "Ball",
     "Box",
     "ConvexSet",
+    "Face",
     "Free",
     "Product",
-    "Scaled",
     "Simplex",
+    "face_at",
     "is_bounded",
 ]
 
@@ -39,8 +48,9 @@ _ROUNDING = 8.0
 class ConvexSet(Protocol):
     """A closed convex set of flat vectors.
 
-    A set may have an attribute ``bounded``, True or False. Without it, whether the set is bounded
-    is not known.
+    A set may have an attribute ``bounded``, True or False: without it, whether the set is bounded
+    is not known. It may have a method ``face(u)``, which returns a :class:`Face`: methods with
+    hypergradients need that of the lower level's set.
     """
 
     def project(self, v: Tensor) -> Tensor:
@@ -58,8 +68,52 @@ def is_bounded(convex_set: ConvexSet) -> bool | None:
     return bounded
 
 
-def _slack(v: Tensor, scale: Tensor | float = 1.0) -> Tensor | float:
-    return _ROUNDING * torch.finfo(v.dtype).eps * scale
+@dataclass(frozen=True)
+class Face:
+    """The face of a set onto which a point u is projected.
+
+    Attributes:
+        tangent: T of the module's formula.
+        bend: b of the module's formula, one number or one per coordinate.
+    """
+
+    tangent: Callable[[Tensor], Tensor]
+    bend: Tensor | float = 0.0
+
+    def differential(self, v: Tensor) -> Tensor:
+        """Return the derivative of the projection at u, applied to v."""
+        return self.tangent(v) / (1.0 + self.bend)
+
+
+def face_at(convex_set: ConvexSet, u: Tensor) -> Face:
+    """Return the face of a set onto which u is projected.
+
+    Example:
+        >>> face = face_at(Box(0.0, 1.0), torch.tensor([-2.0, 0.5]))
+        >>> face.differential(torch.tensor([3.0, 4.0]))
+        tensor([0., 4.])
+    """
+    face: Callable[[Tensor], Face] | None = getattr(convex_set, "face", None)
+    if face is None:
+        raise TypeError(
+            f"The derivative of the projection onto {convex_set!r} is not known: hypergradients "
+            "need a lower level in a Box, a Ball, a Simplex or a Product of them, or in a set with "
+            "a method `face`. Other methods need the projection alone, such as MEHA."
+        )
+    return face(u)
+
+
+def _rounding(v: Tensor) -> float:
+    return _ROUNDING * torch.finfo(v.dtype).eps
+
+
+def _numbers(given: float | Sequence[float] | Tensor) -> Tensor:
+    """Return numbers as a vector, in float64: a bound such as 0.1 is rounded to v's dtype once."""
+    return torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().reshape(-1).clone()
+
+
+def _short(numbers: Tensor) -> str:
+    return f"{float(numbers):g}" if numbers.numel() == 1 else f"<{numbers.numel()} bounds>"
 
 
 class Free:
@@ -75,6 +129,9 @@ class Free:
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         return norm(gradient)
+
+    def face(self, u: Tensor) -> Face:
+        return Face(lambda v: v)
 
 
 class Box:
@@ -92,20 +149,17 @@ class Box:
     def __init__(
         self, lower: float | Sequence[float] | Tensor, upper: float | Sequence[float] | Tensor
     ) -> None:
-        # float64 keeps a bound such as 0.1 exact until it meets the variable's own dtype.
-        self.lower = torch.as_tensor(lower, dtype=torch.float64, device="cpu").detach().clone()
-        self.upper = torch.as_tensor(upper, dtype=torch.float64, device="cpu").detach().clone()
-        if not (self.lower.reshape(-1) <= self.upper.reshape(-1)).all():
+        self.lower, self.upper = _numbers(lower), _numbers(upper)
+        if not (self.lower <= self.upper).all():
             raise ValueError(f"`{self!r}`: a lower bound must not exceed its upper bound.")
         # The usual case is two numbers, for which torch has a faster clamp.
-        self._numbers = (
-            None if self.lower.ndim or self.upper.ndim else (float(self.lower), float(self.upper))
-        )
+        single = self.lower.numel() == self.upper.numel() == 1
+        self._ends = (float(self.lower), float(self.upper)) if single else None
         # The bounds in the dtype and on the device of the variable, made once for each.
         self._seen: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_short(self.lower)}, {_short(self.upper)})"
+        return f"Box({_short(self.lower)}, {_short(self.upper)})"
 
     @property
     def bounded(self) -> bool:
@@ -116,32 +170,31 @@ class Box:
         key = (v.dtype, v.device)
         if key not in self._seen:
             for bound in (self.lower, self.upper):
-                if bound.ndim and bound.numel() != v.numel():
+                if bound.numel() not in (1, v.numel()):
                     raise ValueError(
                         f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
                         "coordinates."
                     )
-            lower = self.lower.reshape(-1) if self.lower.ndim else self.lower
-            upper = self.upper.reshape(-1) if self.upper.ndim else self.upper
-            self._seen[key] = lower.to(v), upper.to(v)
+            self._seen[key] = self.lower.to(v), self.upper.to(v)
         return self._seen[key]
 
     def project(self, v: Tensor) -> Tensor:
-        if self._numbers is not None:
-            return torch.clamp(v, *self._numbers)
+        if self._ends is not None:
+            return torch.clamp(v, *self._ends)
         return torch.clamp(v, *self._bounds(v))
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        lower, upper = self._bounds(v)
+        (lower, upper), eps = self._bounds(v), _rounding(v)
         # N_C is (-inf, 0] at a lower bound and [0, inf) at an upper bound, so it absorbs a positive
         # gradient at a lower bound and a negative one at an upper bound.
-        rest = torch.where(v <= lower + _slack(v, lower.abs()), gradient.clamp(max=0.0), gradient)
-        rest = torch.where(v >= upper - _slack(v, upper.abs()), rest.clamp(min=0.0), rest)
+        rest = torch.where(v <= lower + eps * lower.abs(), gradient.clamp(max=0.0), gradient)
+        rest = torch.where(v >= upper - eps * upper.abs(), rest.clamp(min=0.0), rest)
         return norm(rest)
 
-
-def _short(bound: Tensor) -> str:
-    return f"{float(bound):g}" if bound.numel() == 1 else f"<{bound.numel()} bounds>"
+    def face(self, u: Tensor) -> Face:
+        # A point exactly at a bound is projected without a force, so its bound is not active.
+        inside = self.project(u) == u
+        return Face(lambda v: torch.where(inside, v, 0.0))
 
 
 class Ball:
@@ -158,14 +211,13 @@ class Ball:
         if not 0.0 < radius < torch.inf:
             raise ValueError(f"`Ball(radius={radius})` must be positive and finite.")
         self.radius = float(radius)
-        on_host = torch.as_tensor(center, dtype=torch.float64, device="cpu")
-        self.center = on_host.detach().clone()
+        self.center = _numbers(center)
 
     def __repr__(self) -> str:
         return f"Ball(radius={self.radius:g}, center={_short(self.center)})"
 
     def _offset(self, v: Tensor) -> tuple[Tensor, Tensor, float]:
-        center = self.center.reshape(-1).to(v) if self.center.ndim else self.center.to(v)
+        center = self.center.to(v)
         offset = v - center
         return center, offset, norm(offset)
 
@@ -177,13 +229,20 @@ class Ball:
         _, offset, length = self._offset(v)
         # The rounding of a projected point is that of its coordinates, so of |c| + r, not of r.
         scale = self.radius + float(self.center.abs().max())
-        if length < self.radius - float(_slack(v, scale)):
+        if length < self.radius - _rounding(v) * scale:
             return norm(gradient)
         # N_C = {s n : s >= 0} with the outward unit normal n. It absorbs the component of d that
         # points inwards.
         normal = offset / length
         inward = min(dot(gradient, normal), 0.0)
         return norm(gradient - inward * normal)
+
+    def face(self, u: Tensor) -> Face:
+        _, offset, length = self._offset(u)
+        if length <= self.radius:
+            return Face(lambda v: v)
+        normal = offset / length
+        return Face(lambda v: v - dot(normal, v) * normal, length / self.radius - 1.0)
 
 
 class Simplex:
@@ -231,6 +290,10 @@ class Simplex:
         shift = t[int(stays.nonzero()[0])]
         return norm(torch.where(inside, d + shift, (d + shift).clamp(max=0.0)))
 
+    def face(self, u: Tensor) -> Face:
+        support = self.project(u) > 0.0
+        return Face(lambda v: torch.where(support, v - v[support].mean(), 0.0))
+
 
 class Product:
     """The product of sets over consecutive blocks of a vector, such as the parameters of a level.
@@ -255,37 +318,22 @@ class Product:
             return False
         return None if None in blocks else True
 
-    def project(self, v: Tensor) -> Tensor:
-        blocks = zip(self.sets, torch.split(v, self.sizes), strict=True)
-        return torch.cat([s.project(block) for s, block in blocks])
-
-    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        blocks = zip(
-            self.sets, torch.split(v, self.sizes), torch.split(gradient, self.sizes), strict=True
-        )
-        return math.hypot(*(s.normal_cone_distance(b, d) for s, b, d in blocks))
-
-
-class Scaled:
-    r"""The set :math:`\{u : \text{unit} \cdot u \in C\}` of a variable that is measured in a unit.
-
-    Its normal cone at u is that of C at ``unit * u``, because scaling does not change a cone.
-    """
-
-    def __init__(self, base: ConvexSet, unit: float) -> None:
-        self.base = base
-        self.unit = float(unit)
-
-    def __repr__(self) -> str:
-        return f"Scaled({self.base!r}, unit={self.unit:g})"
-
-    @property
-    def bounded(self) -> bool | None:
-        """Whether the set itself is bounded; None if it does not say."""
-        return is_bounded(self.base)
+    def _blocks(self, *vectors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield each set with its block of every vector."""
+        return zip(self.sets, *(torch.split(v, self.sizes) for v in vectors), strict=True)
 
     def project(self, v: Tensor) -> Tensor:
-        return self.base.project(v * self.unit) / self.unit
+        return torch.cat([part.project(block) for part, block in self._blocks(v)])
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
-        return self.base.normal_cone_distance(v * self.unit, gradient)
+        blocks = self._blocks(v, gradient)
+        return math.hypot(*(part.normal_cone_distance(b, d) for part, b, d in blocks))
+
+    def face(self, u: Tensor) -> Face:
+        faces = [(face_at(part, block), block) for part, block in self._blocks(u)]
+
+        def tangent(v: Tensor) -> Tensor:
+            blocks = torch.split(v, self.sizes)
+            return torch.cat([face.tangent(b) for (face, _), b in zip(faces, blocks, strict=True)])
+
+        return Face(tangent, torch.cat([torch.zeros_like(b) + face.bend for face, b in faces]))

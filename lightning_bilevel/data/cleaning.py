@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel.core.chunks import as_chunks
-from lightning_bilevel.data.corruption import LabelNoise, corrupt_labels
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
-from lightning_bilevel.data.growing import Growing
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Growing, Parts
 from lightning_bilevel.data.samples import (
     AnyDataset,
     Samples,
-    as_images,
-    check_labels,
     check_positive,
+    checked,
     common_images,
     read_dataset,
 )
 
-__all__ = ["CleaningData", "DatasetCleaning", "Splits"]
+__all__ = ["CleaningData", "DatasetCleaning", "LabelNoise", "Splits", "corrupt_labels"]
+
+LabelNoise = Literal["uniform", "pair"]
 
 
 class Splits(NamedTuple):
@@ -31,7 +30,53 @@ class Splits(NamedTuple):
 
     train: Samples
     validation: Samples
-    test: Samples | None
+    test: Samples | None = None
+
+
+def corrupt_labels(
+    labels: Tensor,
+    classes: int,
+    corruption: float,
+    kind: LabelNoise = "uniform",
+    *,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Replace a share of the labels by wrong ones.
+
+    The random draws do not depend on the rate. With the same generator state, a lower rate corrupts
+    a subset of the same samples in the same way, so results at different rates can be compared.
+
+    Args:
+        labels: The true labels, 0 to ``classes - 1``.
+        classes: The number of classes, at least 2.
+        corruption: The share of labels to replace: exactly ``round(corruption * len(labels))``.
+        kind: A label becomes any of the other classes with equal probability (``uniform``), or the
+            next class (``pair``; the last class becomes the first).
+        generator: The source of randomness, on the CPU.
+
+    Returns:
+        The new labels, and the mask of those that were replaced.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> labels = torch.tensor([0, 1, 2, 2])
+        >>> noisy, corrupted = corrupt_labels(labels, 3, 0.5, "pair", generator=generator)
+        >>> int(corrupted.sum()), bool(torch.equal(corrupted, noisy != labels))
+        (2, True)
+    """
+    if classes < 2 or not 0.0 <= corruption <= 1.0 or kind not in ("uniform", "pair"):
+        raise ValueError(
+            f"`corrupt_labels(classes={classes}, corruption={corruption}, kind={kind!r})` needs "
+            "two classes, a share from 0 to 1, and 'uniform' or 'pair'."
+        )
+    n = len(labels)
+    order = torch.randperm(n, generator=generator)
+    shift: Tensor | int = 1
+    if kind == "uniform":
+        shift = torch.randint(1, classes, (n,), generator=generator)
+    corrupted = torch.zeros(n, dtype=torch.bool)
+    corrupted[order[: round(corruption * n)]] = True
+    return torch.where(corrupted, (labels + shift) % classes, labels), corrupted
 
 
 class Table(TensorDataset):
@@ -43,20 +88,6 @@ class Table(TensorDataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices)
         return tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class Parts(Repeated):
-    """A loader that yields the parts of a batch one after another."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        super().__init__(parts, len(parts))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batch)
 
 
 class CleaningData(FullBatchDataModule):
@@ -71,9 +102,9 @@ class CleaningData(FullBatchDataModule):
     length: an epoch goes through the longer one once and starts the shorter one again. The samples
     of a lower batch still carry their numbers. Validation and test sets are not split by it.
 
-    This is the base class of the ready data sets. For your own data use :meth:`from_datasets`, or
-    write a subclass with :meth:`load`. All random draws depend on the seed alone: they neither use
-    nor change torch's global random state.
+    This is the base class of the ready data sets. For your own data use :class:`DatasetCleaning`,
+    or write a subclass with :meth:`load`. All random draws depend on the seed alone: they neither
+    use nor change torch's global random state.
 
     Args:
         n_train: The number of training samples.
@@ -124,15 +155,11 @@ class CleaningData(FullBatchDataModule):
         growing: Growing | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length, growing=growing)
-        if batch_size is None and upper_batch_size is not None:
+        if (batch_size is None and upper_batch_size is not None) or (batch_size and growing):
             raise ValueError(
-                f"`{type(self).__name__}(upper_batch_size={upper_batch_size})` needs `batch_size` "
-                "too: mini-batches are for both levels, full batches for both."
-            )
-        if batch_size is not None and growing is not None:
-            raise ValueError(
-                f"`{type(self).__name__}(growing=..., batch_size={batch_size})` must be given one "
-                "of the two: a growing sample is fixed within its stage."
+                f"`{type(self).__name__}(batch_size={batch_size}, "
+                f"upper_batch_size={upper_batch_size}, growing={growing})`: mini-batches are for "
+                "both levels, by `batch_size`; `growing` is for full batches."
             )
         self.n_train = n_train
         self.n_validation = n_validation
@@ -146,34 +173,6 @@ class CleaningData(FullBatchDataModule):
         check_positive(self, "n_train", "n_validation", "n_test")
         check_positive(self, "chunk_size", "batch_size", "upper_batch_size")
 
-    @classmethod
-    def from_datasets(  # type: ignore[override]  # Lightning's has the arguments of DataLoaders
-        cls,
-        train: AnyDataset,
-        validation: AnyDataset,
-        test: AnyDataset | None = None,
-        corrupted: Sequence[bool] | Tensor | None = None,
-        **options: Any,
-    ) -> DatasetCleaning:
-        """Take any Datasets of (image, label) pairs; their labels are not changed.
-
-        Args:
-            train: The training set; the weights follow its order.
-            validation: The clean validation set.
-            test: The test set, if there is one.
-            corrupted: The mask of the training samples with a wrong label, if it is known.
-            options: The other arguments of :class:`DatasetCleaning`.
-
-        Example:
-            >>> from torch.utils.data import TensorDataset
-            >>> train = TensorDataset(torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))
-            >>> validation = TensorDataset(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]))
-            >>> data = CleaningData.from_datasets(train, validation)
-            >>> data.n_train, data.classes, data.image_shape
-            (6, 3, (1, 8, 8))
-        """
-        return DatasetCleaning(train, validation, test, corrupted, **options)
-
     def load(self, generator: torch.Generator) -> Splits:
         """Return the three sets with their true labels, drawn with the generator."""
         raise NotImplementedError(f"`{type(self).__name__}` must define `load(generator)`.")
@@ -183,31 +182,25 @@ class CleaningData(FullBatchDataModule):
         if self.lower is not None:
             return
         generator = torch.Generator().manual_seed(self.seed)
-        sets: dict[str, Samples] = {}
-        for name, samples in self.load(generator)._asdict().items():
-            if samples is not None:
-                images = as_images(self._of(name), samples[0])
-                labels = check_labels(self._of(name), samples[1], len(images), self.classes)
-                sets[name] = images, labels
+        sets = {
+            name: checked(self._of(name), samples, self.classes)
+            for name, samples in self.load(generator)._asdict().items()
+            if samples is not None
+        }
+        shapes = {name: tuple(images.shape[1:]) for name, (images, _) in sets.items()}
+        self.image_shape = shapes["train"]
+        if len(set(shapes.values())) > 1:
+            raise ValueError(
+                f"`{type(self).__name__}` has images of the shapes {shapes}: all must have the "
+                "same size."
+            )
         images, self.clean_labels = sets["train"]
-        self.image_shape = tuple(images.shape[1:])
-        for name, (others, _) in sets.items():
-            if others.shape[1:] != images.shape[1:]:
-                raise ValueError(
-                    f"`{self._of(name)}` has images of shape {tuple(others.shape[1:])} and "
-                    f"`{self._of('train')}` of shape {self.image_shape}: all must have the same "
-                    "size."
-                )
-        self.lower = self._batch(images, *self.corrupt(self.clean_labels, generator))
+        noisy, self.corrupted = corrupt_labels(
+            self.clean_labels, self.classes, self.corruption, self.kind, generator=generator
+        )
+        self.lower = self._batch(images, noisy, torch.arange(len(noisy)))
         self.upper = self.validation = self._batch(*sets["validation"])
         self.test = self._batch(*sets["test"]) if "test" in sets else None
-
-    def corrupt(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Return noisy labels and sample numbers; override it for another noise."""
-        noisy, self.corrupted = corrupt_labels(
-            labels, self.classes, self.corruption, self.kind, generator=generator
-        )
-        return noisy, torch.arange(len(labels))
 
     def train_dataloader(self) -> Any:
         """Return the full batch again and again, or a loader of mini-batches for each level."""
@@ -219,18 +212,14 @@ class CleaningData(FullBatchDataModule):
                 Table(*map(torch.cat, zip(*as_chunks(getattr(self, level)).batches, strict=True))),
                 batch_size=size,
                 shuffle=True,
-                collate_fn=as_it_is,
+                collate_fn=tuple,
             )
             for level, size in sizes.items()
         }
 
-    def val_dataloader(self) -> list[Repeated]:
+    def val_dataloader(self) -> list[Parts]:
         """Return the validation set and, if there is one, the test set."""
-        names = ("validation", "test")
-        return [self._evaluation(name) for name in names if getattr(self, name) is not None]
-
-    def _evaluation(self, name: str) -> Repeated:
-        return Parts(self._moved(as_chunks(getattr(self, name)).batches))
+        return [self._evaluation(name) for name in ("validation", "test") if self._has(name)]
 
     def _of(self, name: str) -> str:
         return f"{type(self).__name__}({name}=...)"
@@ -257,6 +246,13 @@ class DatasetCleaning(CleaningData):
         corruption: The share of training labels that are made wrong, between 0 and 1; for
             experiments with clean data.
         options: The other arguments of :class:`CleaningData`.
+
+    Example:
+        >>> train = TensorDataset(torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))
+        >>> validation = TensorDataset(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]))
+        >>> data = DatasetCleaning(train, validation)
+        >>> data.n_train, data.classes, data.image_shape
+        (6, 3, (1, 8, 8))
     """
 
     def __init__(
@@ -280,7 +276,15 @@ class DatasetCleaning(CleaningData):
         if test is not None:
             self._datasets["test"] = test
         self._classes = classes
-        mask = None if corrupted is None else self._mask(corrupted)
+        mask = None if corrupted is None else torch.as_tensor(corrupted).cpu()
+        if mask is not None and (
+            mask.dtype != torch.bool or mask.shape != (self.n_train,) or corruption
+        ):
+            raise ValueError(
+                f"`{self._of('corrupted')}` must be a mask of True and False, one for each of the "
+                f"{self.n_train:,} training samples, and cannot be given together with "
+                "`corruption`."
+            )
         self.setup()
         # No label was changed here, so only the user's mask says which ones are wrong.
         if corruption == 0:
@@ -291,20 +295,10 @@ class DatasetCleaning(CleaningData):
         sets = {name: read_dataset(self._of(name), data) for name, data in self._datasets.items()}
         common = common_images(sets["train"][0], sets["validation"][0])
         if common:
-            pairs = ", ".join(f"{j} is training image {i}" for i, j in common[:5])
+            i, j = common[0]
             raise ValueError(
-                f"`{self._of('validation')}` has {len(common)} of the training images ({pairs}"
-                f"{', ...' if len(common) > 5 else ''}): leave them out of one of the two."
+                f"`{self._of('validation')}` has {len(common)} of the training images (its image "
+                f"{j} is training image {i}): leave them out of one of the two."
             )
         self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
-        return Splits(sets["train"], sets["validation"], sets.get("test"))
-
-    def _mask(self, corrupted: Sequence[bool] | Tensor) -> Tensor:
-        mask = torch.as_tensor(corrupted).cpu()
-        if mask.dtype != torch.bool or mask.shape != (self.n_train,) or self.corruption:
-            raise ValueError(
-                f"`{self._of('corrupted')}` must be a mask of True and False, one for each of the "
-                f"{self.n_train:,} training samples, and cannot be given together with "
-                "`corruption`."
-            )
-        return mask
+        return Splits(**sets)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
+from lightning_bilevel.data.fullbatch import FullBatchDataModule, Parts
 from lightning_bilevel.data.samples import check_positive, parts
 
 __all__ = ["EpisodeData", "Episodes", "TaskEpisodes", "draw_episode"]
@@ -34,13 +34,13 @@ class Episodes(NamedTuple):
     query: Tensor
     query_labels: Tensor
 
-    def tasks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each episode as a task of learn2learn: ``(data, labels)``, sorted by class."""
-        for support, support_labels, query, query_labels in zip(*self, strict=True):
-            data = torch.cat([support, query])
-            labels = torch.cat([support_labels, query_labels])
-            order = torch.argsort(labels, stable=True)
-            yield data[order], labels[order]
+    def levels(self) -> dict[str, Any]:
+        """Return the batches of f and g; the index numbers the episodes."""
+        index = torch.arange(len(self.support))
+        return {
+            "upper": (self.query, self.query_labels, index),
+            "lower": (self.support, self.support_labels, index),
+        }
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[tuple[Tensor, Tensor]], count: int, shots: int) -> Episodes:
@@ -53,28 +53,29 @@ class Episodes(NamedTuple):
             shots: The first ``shots`` examples of each class are the support, the others are
                 queries.
         """
-        parts = [_split(*task, shots) for task in itertools.islice(tasks, count)]
-        if len(parts) < count:
-            raise ValueError(
-                f"`Episodes.from_tasks(count={count})` was given {len(parts)} tasks: there must "
-                f"be at least {count}."
-            )
-        return cls(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+        episodes = []
+        for data, labels in itertools.islice(tasks, count):
+            counts = torch.unique(torch.as_tensor(labels), return_counts=True)[1].tolist()
+            if len(set(counts)) > 1 or counts[0] <= shots:
+                raise ValueError(
+                    f"`Episodes.from_tasks(shots={shots})` was given a task with classes of "
+                    f"{counts} examples: each must have the same number, more than {shots}."
+                )
+            order = torch.argsort(torch.as_tensor(labels), stable=True).view(len(counts), -1)
+            episodes.append(_divided(torch.as_tensor(data).float()[order], shots))
+        return cls(*map(torch.stack, zip(*episodes, strict=True)))
 
 
-def _split(data: Any, labels: Any, shots: int) -> tuple[Tensor, ...]:
-    data = torch.as_tensor(data).float()
-    _, labels, counts = torch.unique(
-        torch.as_tensor(labels), return_inverse=True, return_counts=True
+def _divided(examples: Tensor, shots: int) -> tuple[Tensor, ...]:
+    """Return the support and the queries of an episode with these examples of each class."""
+    ways, count = examples.shape[:2]
+    labels = torch.arange(ways)
+    return (
+        examples[:, :shots].flatten(0, 1),
+        labels.repeat_interleave(shots),
+        examples[:, shots:].flatten(0, 1),
+        labels.repeat_interleave(count - shots),
     )
-    if len(set(counts.tolist())) > 1 or counts[0] <= shots:
-        raise ValueError(
-            f"`Episodes.from_tasks(shots={shots})` was given a task with classes of "
-            f"{counts.tolist()} examples: each must have the same number, more than {shots}."
-        )
-    order = torch.argsort(labels, stable=True).view(len(counts), -1)
-    support, query = order[:, :shots].flatten(), order[:, shots:].flatten()
-    return data[support], labels[support], data[query], labels[query]
 
 
 def draw_episode(
@@ -94,37 +95,24 @@ def draw_episode(
     generator = random.Random(key)
     classes = generator.sample(range(len(images)), ways)
     chosen = [generator.sample(range(images.shape[1]), shots + queries) for _ in classes]
-    examples = images[torch.tensor(classes).unsqueeze(1), torch.tensor(chosen)]
-    labels = torch.arange(ways)
-    return (
-        examples[:, :shots].flatten(0, 1),
-        labels.repeat_interleave(shots),
-        examples[:, shots:].flatten(0, 1),
-        labels.repeat_interleave(queries),
-    )
+    return _divided(images[torch.tensor(classes).unsqueeze(1), torch.tensor(chosen)], shots)
 
 
 @dataclass(eq=False)
 class FreshBatches:
-    """Yields batches ``{"upper": ..., "lower": ...}`` of episodes, numbered without end.
+    """Yields batches that are numbered without end.
 
     An epoch is a number of batches. The next one goes on where it ended, and so does a resumed run,
     because the state of the loader is the number of the next batch.
 
     Args:
-        take: Returns the episodes of some numbers.
-        tasks: The number of episodes of a batch.
+        batch: Returns the batch of a number.
         length: The number of batches of an epoch.
-        rank: The number of this process.
-        world_size: The number of processes; each has batches of its own.
         next: The number of the next batch.
     """
 
-    take: Callable[[Sequence[int]], Episodes]
-    tasks: int
+    batch: Callable[[int], dict[str, Any]]
     length: int
-    rank: int = 0
-    world_size: int = 1
     next: int = 0
 
     def __len__(self) -> int:
@@ -133,13 +121,8 @@ class FreshBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A resumed epoch has only the rest of its batches.
         for _ in range(self.length - self.next % self.length):
-            first = (self.next * self.world_size + self.rank) * self.tasks
             self.next += 1
-            support, support_labels, query, query_labels = self.take(
-                range(first, first + self.tasks)
-            )
-            # No index: each task of a batch has a head of its own.
-            yield {"upper": (query, query_labels, None), "lower": (support, support_labels, None)}
+            yield self.batch(self.next - 1)
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}
@@ -238,29 +221,22 @@ class EpisodeData(FullBatchDataModule):
             )
         generator = torch.Generator().manual_seed(self.split_seed)
         numbers = parts(call, len(images), self.split_sizes, generator, least=self.ways)
-        splits = {name: images[part] for name, part in zip(SPLITS, numbers, strict=True)}
-        self._train_images = splits["train"]
-        self._set(
-            {
-                name: self._episodes(
-                    part, [f"{name}/{i}" for i in range(getattr(self, f"n_{name}"))]
-                )
-                for name, part in splits.items()
-            }
-        )
+        self._train_images = images[numbers[0]]
+        episodes = []
+        for name, part in zip(SPLITS, numbers, strict=True):
+            keys = [f"{name}/{i}" for i in range(getattr(self, f"n_{name}"))]
+            episodes.append(self._episodes(images[part], keys))
+        self._set(*episodes)
 
-    def _set(self, episodes: dict[str, Episodes]) -> None:
-        train = episodes["train"]
-        index = torch.arange(len(train.support))
-        self.upper = (train.query, train.query_labels, index)
-        self.lower = (train.support, train.support_labels, index)
-        self.validation = episodes["validation"]
-        self.test = episodes["test"]
+    def _set(self, train: Episodes, validation: Episodes, test: Episodes) -> None:
+        levels = train.levels()
+        self.upper, self.lower = levels["upper"], levels["lower"]
+        self.validation, self.test = validation, test
 
     def _episodes(self, images: Tensor, keys: Iterable[str]) -> Episodes:
         sizes = self.ways, self.shots, self.queries
         drawn = [draw_episode(images, *sizes, f"{self.seed}/{key}") for key in keys]
-        return Episodes(*(torch.stack(tensors) for tensors in zip(*drawn, strict=True)))
+        return Episodes(*map(torch.stack, zip(*drawn, strict=True)))
 
     def fresh(self, numbers: Sequence[int] | Sequence[str]) -> Episodes:
         """Return further training episodes, which depend only on the seed and their numbers."""
@@ -268,13 +244,20 @@ class EpisodeData(FullBatchDataModule):
 
     def train_dataloader(self) -> Any:
         """Return the fixed episodes, or a loader of fresh ones."""
-        if self.tasks_per_batch is None:
+        count = self.tasks_per_batch
+        if count is None:
             return super().train_dataloader()
         trainer = self.trainer
-        place = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        return FreshBatches(self.fresh, self.tasks_per_batch, self.epoch_length, *place)
+        # Each process has batches of its own.
+        rank, processes = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
-    def val_dataloader(self) -> list[Repeated]:
+        def batch(number: int) -> dict[str, Any]:
+            first = (number * processes + rank) * count
+            return self.fresh(range(first, first + count)).levels()
+
+        return FreshBatches(batch, self.epoch_length)
+
+    def val_dataloader(self) -> list[Parts]:
         """Return the validation episodes and the test episodes."""
         return [self._evaluation(name) for name in ("validation", "test")]
 
@@ -307,25 +290,25 @@ class TaskEpisodes(EpisodeData):
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
     ) -> None:
-        self.given = dict(zip(SPLITS, (train, validation, test), strict=True))
+        self.given = train, validation, test
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))
-        counts = {f"n_{name}": len(episodes.support) for name, episodes in self.given.items()}
-        options: dict[str, Any] = {"epoch_length": epoch_length, "tasks_per_batch": tasks_per_batch}
-        super().__init__(ways, shots, queries, **counts, **options)
+        counts: Any = (len(episodes.support) for episodes in self.given)
+        options: Any = {"epoch_length": epoch_length, "tasks_per_batch": tasks_per_batch}
+        super().__init__(ways, shots, queries, *counts, **options)
         self.image_shape = tuple(train.support.shape[2:])
 
     def setup(self, stage: str | None = None) -> None:
         """Set the batches of both levels, and the validation and test episodes."""
-        self._set(self.given)
+        self._set(*self.given)
 
     def fresh(self, numbers: Sequence[Any]) -> Episodes:
         """Return training episodes; all have had their turn before one comes again."""
-        train = self.given["train"]
+        train = self.given[0]
         count = len(train.support)
-        turns = {turn: self._order(turn, count) for turn in {i // count for i in numbers}}
+        turns = {
+            turn: random.Random(f"{self.seed}/turn/{turn}").sample(range(count), count)
+            for turn in {i // count for i in numbers}
+        }
         chosen = torch.tensor([turns[i // count][i % count] for i in numbers])
         return Episodes(*(tensor[chosen] for tensor in train))
-
-    def _order(self, turn: int, count: int) -> list[int]:
-        return random.Random(f"{self.seed}/turn/{turn}").sample(range(count), count)

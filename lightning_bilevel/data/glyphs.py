@@ -44,15 +44,12 @@ def draw_glyphs(classes: int, drawings: int, size: int = 28, seed: int = 0) -> T
 def _draw(drawings: int, size: int, pixels: Tensor, weights: Tensor, key: int) -> Tensor:
     generator = torch.Generator().manual_seed(key)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
     strokes = int(torch.randint(2, 5, (), generator=generator))
     controls = 0.15 + 0.7 * torch.rand(strokes, 4, 2, generator=generator)
-    varied = controls + 0.025 * normal(drawings, strokes, 4, 2)
-    angle = 0.15 * normal(drawings)
-    scale = 1 + 0.08 * normal(drawings)
-    shift = 0.04 * normal(drawings, 1, 2)
+    varied = controls + 0.025 * torch.randn(drawings, strokes, 4, 2, generator=generator)
+    angle = 0.15 * torch.randn(drawings, generator=generator)
+    scale = 1 + 0.08 * torch.randn(drawings, generator=generator)
+    shift = 0.04 * torch.randn(drawings, 1, 2, generator=generator)
     cos, sin = angle.cos(), angle.sin()
     rotation = torch.stack([cos, -sin, sin, cos], -1).reshape(-1, 2, 2)
     points = (weights @ varied).flatten(1, 2)

@@ -56,7 +56,7 @@ class MNISTCleaning(CleaningData):
         except (OSError, RuntimeError, HTTPException, AssertionError, ValueError) as error:
             files = "the two image and the two label files (*-ubyte)"
             folder = f"{self.source}/raw"
-            raise missing_data(type(self).__name__, files, self.root, folder) from error
+            raise missing_data(type(self).__name__, files, self.root, folder, error) from error
         return dataset.data, dataset.targets
 
 
@@ -90,8 +90,7 @@ class DigitsCleaning(CleaningData):
     def load(self, generator: torch.Generator) -> Splits:
         from sklearn.datasets import load_digits
 
-        call = type(self).__name__
         digits = load_digits()
         samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
         sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
-        return Splits(*draw(call, samples, sizes, generator))
+        return Splits(*draw(type(self).__name__, samples, sizes, generator))

@@ -21,9 +21,6 @@ from lightning_bilevel.files import write_whole
 
 __all__ = ["OmniglotEpisodes"]
 
-# A drawing has some hundred bytes; a larger file is not a drawing and is skipped.
-_MAX_BYTES = 1 << 20
-
 
 class OmniglotEpisodes(EpisodeData):
     """Few-shot episodes of Omniglot; the defaults are the paper's.
@@ -58,43 +55,35 @@ class OmniglotEpisodes(EpisodeData):
                     background = part == "images_background"
                     datasets.Omniglot(self.root, background=background, download=True)
                 except (OSError, RuntimeError, HTTPException, ValueError) as error:
-                    raise self._missing_data() from error
+                    raise self._missing_data(error) from error
 
     def load(self) -> Tensor:
         """Return all drawings, (1623, 20, 1, size, size); ink is 1, paper is 0."""
-        small = torch.cat([self._drawings(part) for part in self.CLASSES])
+        try:
+            small = torch.cat([self._drawings(part) for part in self.CLASSES])
+        except (zipfile.BadZipFile, OSError, EOFError, ZlibError, ValueError) as error:
+            raise self._missing_data(error) from error
         size = self.image_size
         return (1 - small.float() / 255).reshape(-1, self.DRAWINGS, 1, size, size)
 
     def _archive(self, part: str) -> Path:
         return self.root / "omniglot-py" / f"{part}.zip"
 
-    def _missing_data(self) -> MisconfigurationException:
-        files = "images_background.zip and images_evaluation.zip"
-        return missing_data(type(self).__name__, files, self.root, "omniglot-py")
+    def _missing_data(self, why: Exception) -> MisconfigurationException:
+        files = "whole archives images_background.zip and images_evaluation.zip"
+        return missing_data(type(self).__name__, files, self.root, "omniglot-py", why)
 
     def _drawings(self, part: str) -> Tensor:
-        """Return the drawings of an archive as bytes; nothing of it is extracted."""
+        """Return the drawings of an archive as bytes, decoded once and then from the cache."""
         archive = self._archive(part)
-        if not archive.exists():
-            raise self._missing_data()
         about = archive.stat()
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"omniglot-{part}-{self.image_size}-{about.st_size}-{about.st_mtime_ns}.pt"
-        cached = _cache_folder() / name
+        cached = folder / "lightning-bilevel" / name
         if cached.exists():
-            drawings: Tensor = torch.load(cached, weights_only=True)
-            return drawings
-        member = re.compile(rf"{part}/[^/]+/[^/]+/[^/]+\.png")
-        try:
-            with zipfile.ZipFile(archive) as file:
-                small = [info for info in file.infolist() if info.file_size <= _MAX_BYTES]
-                names = sorted(info.filename for info in small if member.fullmatch(info.filename))
-                read = [_decode(file.read(name), self.image_size) for name in names]
-        except (zipfile.BadZipFile, OSError, EOFError, ZlibError) as error:
-            raise self._broken(archive, str(error)) from error
-        if len(read) != self.CLASSES[part] * self.DRAWINGS:
-            raise self._broken(archive, f"it has {len(read):,} drawings")
-        drawings = torch.stack(read)
+            known: Tensor = torch.load(cached, weights_only=True)
+            return known
+        drawings = self._decoded(archive, part)
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_whole(cached, lambda file: torch.save(drawings, file))
@@ -102,20 +91,18 @@ class OmniglotEpisodes(EpisodeData):
             pass  # the next run decodes again
         return drawings
 
-    def _broken(self, archive: Path, why: str) -> MisconfigurationException:
-        return MisconfigurationException(
-            f"`{type(self).__name__}`: {archive} is no whole archive of Omniglot ({why}). Remove "
-            "it to have it downloaded again."
-        )
+    def _decoded(self, archive: Path, part: str) -> Tensor:
+        """Return the drawings of an archive; nothing of it is extracted."""
+        from PIL import Image
 
-
-def _decode(content: bytes, size: int) -> Tensor:
-    from PIL import Image
-
-    drawing = Image.open(io.BytesIO(content)).convert("L")
-    image = drawing.resize((size, size), Image.Resampling.BILINEAR)
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(size, size)
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-bilevel"
+        size = self.image_size
+        drawings = []
+        with zipfile.ZipFile(archive) as file:
+            for name in sorted(file.namelist()):
+                if re.fullmatch(rf"{part}/[^/]+/[^/]+/[^/]+\.png", name):
+                    drawing = Image.open(io.BytesIO(file.read(name))).convert("L")
+                    image = drawing.resize((size, size), Image.Resampling.BILINEAR).tobytes()
+                    drawings.append(torch.frombuffer(bytearray(image), dtype=torch.uint8))
+        if len(drawings) != self.CLASSES[part] * self.DRAWINGS:
+            raise ValueError(f"{archive.name} has {len(drawings):,} drawings")
+        return torch.stack(drawings).reshape(-1, size, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-__all__ = [
-    "AnyDataset",
-    "Samples",
-    "as_images",
-    "check_labels",
-    "check_positive",
-    "common_images",
-    "data_root",
-    "draw",
-    "missing_data",
-    "parts",
-    "read_dataset",
-]
+__all__ = ["Numbered", "common_images", "draw"]
 
 if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
@@ -45,12 +33,15 @@ def data_root(root: str | None) -> Path:
     return Path(root or os.environ.get(_DATA_VARIABLE) or "data")
 
 
-def missing_data(call: str, files: str, root: Path, folder: str) -> MisconfigurationException:
+def missing_data(
+    call: str, files: str, root: Path, folder: str, why: Exception
+) -> MisconfigurationException:
     """Return the error for data that are not there, or not whole."""
     return MisconfigurationException(
         f"`{call}(root={str(root)!r})` has not all of its data there, and a download by "
-        f"`prepare_data()` did not bring them: put {files} into {root / folder}, or name the "
-        f"folder that has {folder} as `root` or in the environment variable {_DATA_VARIABLE}."
+        f"`prepare_data()` did not bring them ({' '.join(str(why).split())}): put {files} into "
+        f"{root / folder}, or name the folder that has {folder} as `root` or in the environment "
+        f"variable {_DATA_VARIABLE}."
     )
 
 
@@ -62,37 +53,32 @@ def check_positive(owner: object, *names: str) -> None:
             raise ValueError(f"`{type(owner).__name__}({name}={size})` must be at least 1.")
 
 
-def as_images(call: str, images: Tensor) -> Tensor:
+def as_images(images: Tensor) -> Tensor:
     """Return images as float32 of shape (N, C, H, W).
 
-    Bytes are divided by 255, floats are not rescaled. A missing channel is added; vectors of
-    features stay vectors.
+    Bytes and other integers are divided by 255, floats are not rescaled. A missing channel is
+    added; vectors of features stay vectors.
     """
-    if images.dtype == torch.uint8:
-        images = images.float() / 255
     if not images.is_floating_point():
-        raise TypeError(
-            f"`{call}` has images of {images.dtype}: they must be torch.uint8 (0 to 255) or floats."
-        )
+        images = images.float() / 255
     return (images.unsqueeze(1) if images.ndim == 3 else images).detach().float().cpu()
 
 
-def check_labels(call: str, labels: Tensor, n: int, classes: int) -> Tensor:
-    """Return labels as int64; refuse them unless each of the n images has a valid class."""
-    if labels.is_floating_point() or labels.shape != (n,):
+def checked(call: str, samples: Samples, classes: int) -> Samples:
+    """Return images as :func:`as_images` does and labels as int64, each a valid class."""
+    images, labels = as_images(samples[0]), samples[1].detach().cpu()
+    if labels.is_floating_point() or labels.shape != (len(images),):
         raise TypeError(
-            f"`{call}` has labels of {labels.dtype} and shape {tuple(labels.shape)} for {n:,} "
-            "images: each must have an integer, the number of its class."
+            f"`{call}` has labels of {labels.dtype} and shape {tuple(labels.shape)} for "
+            f"{len(images):,} images: each must have an integer, the number of its class."
         )
-    labels = labels.detach().cpu().long()
-    bad = ((labels < 0) | (labels >= classes)).nonzero()
-    if len(bad):
-        i = int(bad[0])
+    low, high = labels.aminmax()
+    if low < 0 or high >= classes:
         raise ValueError(
-            f"`{call}` has the label {int(labels[i])} at sample {i}: with {classes} classes it "
-            f"must be from 0 to {classes - 1}."
+            f"`{call}` has labels from {low} to {high}: with {classes} classes they must be from 0 "
+            f"to {classes - 1}."
         )
-    return labels
+    return images, labels.long()
 
 
 def parts(
@@ -139,14 +125,71 @@ def read_dataset(call: str, dataset: AnyDataset) -> Samples:
     images, labels = default_collate(
         [(x if isinstance(x, Tensor) else to_tensor(x), label) for x, label in samples]
     )
-    return as_images(call, images), labels
+    return as_images(images), labels
 
 
 def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
     """Return the pairs (index in first, index in second) of equal images, sorted by the second."""
-    digests = [
+    digests, others = (
         [blake2b(image.tobytes(), digest_size=16).digest() for image in images.numpy()]
         for images in (first, second)
-    ]
-    places = {digest: i for i, digest in reversed(list(enumerate(digests[0])))}
-    return [(places[digest], j) for j, digest in enumerate(digests[1]) if digest in places]
+    )
+    places = dict(zip(digests, range(len(digests)), strict=True))
+    return [(places[digest], j) for j, digest in enumerate(others) if digest in places]
+
+
+class Numbered(Dataset[Any]):
+    """Any Dataset, each sample of which carries its number, by which its weight is found.
+
+    A pair (input, label) becomes (input, label, number), or with keys (input, label, number, key).
+    A dict gets the entries ``number`` and ``key``.
+
+    Args:
+        dataset: A Dataset with a length, of pairs or dicts.
+        keys: The source of each sample, such as an annotator or a corpus, in the order of the
+            samples: numbers from 0; or names of any kind, which are numbered as they come.
+
+    Attributes:
+        names: The name of each source, by its number; empty without keys. Export weights with it:
+            ``weights.export("weights.csv", ids=dataset.names)``.
+
+    Example:
+        >>> data = Numbered([("a", 0), ("b", 1), ("c", 0)], keys=["web", "books", "web"])
+        >>> data[2], data.names
+        (('c', 0, 2, 0), ['web', 'books'])
+    """
+
+    def __init__(
+        self, dataset: AnyDataset, keys: Sequence[Hashable] | Tensor | None = None
+    ) -> None:
+        self.dataset = dataset
+        given: list[Any] = (
+            keys.tolist() if isinstance(keys, Tensor) else list(() if keys is None else keys)
+        )
+        if keys is not None and len(given) != len(self):
+            raise ValueError(
+                f"`Numbered(keys=...)` has {len(given):,} keys for {len(self):,} samples: one for "
+                "each is needed."
+            )
+        numbers = all(isinstance(key, int) and key >= 0 for key in given)
+        self.names: list[Any] = (
+            list(range(max(given, default=-1) + 1)) if numbers else list(dict.fromkeys(given))
+        )
+        places = {name: number for number, name in enumerate(self.names)}
+        self.keys = None if keys is None else [places[key] for key in given]
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        number = index + len(self) if index < 0 else index
+        sample = self.dataset[number]
+        more = {"number": number} | ({} if self.keys is None else {"key": self.keys[number]})
+        if isinstance(sample, dict):
+            return {**sample, **more}
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise TypeError(
+                f"`Numbered(dataset=...)` gives a {type(sample).__name__} as sample {number}: it "
+                "must be a pair (input, label) or a dict."
+            )
+        return (*sample, *more.values())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from torch.optim import Adam
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks
@@ -18,19 +17,13 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
 from lightning_bilevel.data.episodes import Episodes
+from lightning_bilevel.logging import log_figure
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.modules.figures import draw_samples
-from lightning_bilevel.modules.inner_heads import EpisodeSets, mean_loss, solved
-from lightning_bilevel.modules.networks import (
-    Conv4,
-    TaskHeads,
-    adapt,
-    nearest_centroid,
-)
-from lightning_bilevel.plugin.loggers import log_figure
-from lightning_bilevel.plugin.mixin import BilevelModule
+from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, loss_slope, nearest_centroid
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
-from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights, mean_gap
+from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights
 from lightning_bilevel.stochastic.step import Numbers, Step
 
 __all__ = ["FewShot"]
@@ -114,24 +107,14 @@ class FewShot(BilevelModule):
         solver: SolverCallable | None = None,
     ) -> None:
         super().__init__()
-        if inner_steps < 1 or not 0.0 < inner_lr < float("inf"):
-            raise ValueError(
-                f"`FewShot(inner_steps={inner_steps}, inner_lr={inner_lr})` must be at least 1 and "
-                "positive."
-            )
-        if method is not None and not isinstance(method, Penalty):
-            raise ValueError(
-                f"`FewShot(method={type(method).__name__}())` solves the heads on each batch, "
-                "which needs F2SA, VPBGD, F2BA, MEHA or StreamingIVSP."
-            )
         self.tasks = tasks
         self.ways = ways
         self.chunk_images = chunk_images
         self.encoder = Conv4(channels, image_size)
         self.heads = TaskHeads(tasks, ways, self.encoder.features)
         self.inner_iterations = 2 * inner_steps
-        self._inner = partial(solved, steps=inner_steps, lr=inner_lr, bound=_LOWER)
-        self._optimizer = upper_optimizer, upper_scheduler
+        self._inner = partial(solved, ways=ways, steps=inner_steps, lr=inner_lr, bound=_LOWER)
+        self._optimizer = upper_optimizer or partial(Adam, lr=1e-3), upper_scheduler
         options = method, upper_optimizer, upper_scheduler, gradient_clip_val
         self._fresh = any(given is not None for given in options)
         if self._fresh:
@@ -158,7 +141,7 @@ class FewShot(BilevelModule):
         if not self._fresh:
             return super().configure_optimizers()
         make, schedule = self._optimizer
-        optimizer = (make or partial(Adam, lr=1e-3))(self.encoder.parameters())
+        optimizer = make(self.encoder.parameters())
         if schedule is None:
             return optimizer
         scheduler = {"scheduler": schedule(optimizer), "interval": "step"}
@@ -188,50 +171,43 @@ class FewShot(BilevelModule):
     def batch_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
         """Solve the heads on fresh episodes and add the gradient of the encoder."""
         method = step.method
-        assert isinstance(method, Penalty)
+        if not isinstance(method, Penalty):
+            raise TypeError(
+                f"`FewShot(method={type(method).__name__}())` solves the heads on each batch, "
+                "which needs F2SA, VPBGD, F2BA, MEHA or StreamingIVSP."
+            )
         if step.first:
             step.weights = method.lagged(step)
         weights: Weights = step.weights
         support, query = self._sets_of(lower), self._sets_of(upper)
-        y, z = self._inner(support, query, weights, method.proximal)
+        y, z = self._inner(support, query, weights, weights.rho)
         f, g_y, g_z = query.loss(y), support.loss(y), support.loss(z)
         step.backward(weights.upper * f + weights.gap * (g_y - g_z))
         if step.first:
-            method.observe(step, partial(mean_gap, step, g_y, g_z), lambda: (y - z).square().sum())
+            method.observe(step, g_y, g_z, lambda: (y - z).square().sum())
         return Numbers(f.detach(), g_y.detach(), g_z.detach(), weights.gap / weights.upper)
 
     def _sets_of(self, batch: Any) -> EpisodeSets:
         images, labels, index = batch
-        if index is not None:
-            order = index.argsort()
-            images, labels = images[order], labels[order]
-        features = self(images)
+        order = index.argsort()
+        features, labels = self(images[order]), labels[order]
         # The heads are solved in float32 at least.
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         # The weight of a constant 1 is the bias.
-        return EpisodeSets(pad(features, (0, 1), value=1.0), labels, self.ways)
+        return EpisodeSets(pad(features, (0, 1), value=1.0), labels)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""
-        if isinstance(batch, dict) and "upper" in batch:
-            batch = {**batch, "upper": self._in_chunks(batch["upper"])}
-        return super().bilevel_problem(batch)
-
-    def _in_chunks(self, batch: Any) -> Chunks:
-        chunks = as_chunks(batch)
-        parts = []
-        weights = []
+        if not isinstance(batch, dict) or "upper" not in batch:
+            return super().bilevel_problem(batch)
+        parts, weights = [], []
+        chunks = as_chunks(batch["upper"])
         for whole, share in zip(chunks.batches, chunks.shares, strict=True):
-            images, labels, index = whole
-            if index is None:
-                # Each part needs to know its heads.
-                index = torch.arange(len(images), device=images.device)
-            tensors = (images, labels, index)
-            size = self._tasks_at_once(images)
-            for part in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
+            size = self._tasks_at_once(whole[0])
+            for part in zip(*(torch.split(tensor, size) for tensor in whole), strict=True):
                 parts.append(part)
-                weights.append(share * len(part[0]) / len(images))
-        return Chunks(parts, weights)
+                weights.append(share * len(part[0]) / len(whole[0]))
+        return super().bilevel_problem({**batch, "upper": Chunks(parts, weights)})
 
     def _tasks_at_once(self, images: Tensor) -> int:
         return max(1, self.chunk_images // int(images.shape[1]))
@@ -243,7 +219,7 @@ class FewShot(BilevelModule):
         tasks = getattr(data, "n_train", self.tasks) if per_batch is None else per_batch
         found = tasks, getattr(data, "ways", self.ways)
         if found != (self.tasks, self.ways):
-            raise MisconfigurationException(
+            raise ValueError(
                 f"`FewShot(tasks={self.tasks}, ways={self.ways})` was given {found[0]} training "
                 f"episodes (of a batch, or all) of {found[1]} classes: they must agree."
             )
@@ -266,34 +242,96 @@ class FewShot(BilevelModule):
         return self.predict(batch)
 
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
-        support = self(episodes.support)
-        query = self(episodes.query)
+        labels = episodes.query_labels
+        support, query = self(episodes.support), self(episodes.query)
         logits = self._adapted(support, query, episodes)
         nearest = nearest_centroid(support, episodes.support_labels, query, self.ways)
-        errors = {
-            f"{name}_error": logits.argmax(-1) != episodes.query_labels,
-            f"{name}_centroid_error": nearest != episodes.query_labels,
-        }
         # Processes have the same batch or parts of it: the mean over them is right for both.
         options |= {"sync_dist": True, "batch_size": len(logits)}
-        self.log(f"{name}_loss", mean_loss(logits, episodes.query_labels), prog_bar=True, **options)
-        for tag, wrong in errors.items():
-            self.log(tag, wrong.float().mean(), prog_bar=tag == f"{name}_error", **options)
+        shown = {"loss": mean_loss(logits, labels), "error": (logits.argmax(-1) != labels).float()}
+        for tag, value in shown.items():
+            self.log(f"{name}_{tag}", value.mean(), prog_bar=True, **options)
+        self.log(f"{name}_centroid_error", (nearest != labels).float().mean(), **options)
 
     def on_train_end(self) -> None:
-        """Show some validation episodes in the loggers."""
+        """Show a validation episode in the loggers."""
         episodes = getattr(getattr(self.trainer, "datamodule", None), "validation", None)
         if isinstance(episodes, Episodes):
-            for number in range(min(3, len(episodes.support))):
-                one = Episodes(*(tensor[number : number + 1] for tensor in episodes))
-                draw = partial(self.episode_figure, one)
-                log_figure(
-                    self.trainer, f"validation episode {number}", draw, self.trainer.global_step
-                )
+            draw = partial(self.episode_figure, episodes)
+            log_figure(self.trainer, "validation episode", draw, self.trainer.global_step)
 
-    def episode_figure(self, episode: Episodes) -> Any:
-        """Draw the queries of one episode, each with its class and the predicted one."""
-        with torch.no_grad():
-            logits = self.predict(Episodes(*(tensor.to(self.device) for tensor in episode)))
-        labels, guesses = episode.query_labels[0].tolist(), logits[0].argmax(-1).tolist()
-        return draw_samples(episode.query[0], labels, guesses, "queries: class → predicted class")
+    @torch.no_grad()
+    def episode_figure(self, episodes: Episodes) -> Any:
+        """Draw the queries of the first episode, each with its class and the predicted one."""
+        one = Episodes(*(tensor[:1].to(self.device) for tensor in episodes))
+        labels, guesses = one.query_labels[0].tolist(), self.predict(one)[0].argmax(-1).tolist()
+        return draw_samples(one.query[0], labels, guesses, "queries: class → predicted class")
+
+
+class EpisodeSets(NamedTuple):
+    """The support or query sets of a batch of episodes, and the loss of heads (E, ways, d) on them.
+
+    Attributes:
+        features: (E, N, d).
+        labels: (E, N).
+    """
+
+    features: Tensor
+    labels: Tensor
+
+    def loss(self, heads: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return mean_loss(self.features @ heads.transpose(1, 2), self.labels)
+
+    def gradient(self, heads: Tensor) -> Tensor:
+        """Return the gradient of the mean loss in the heads."""
+        slope = loss_slope(self.features @ heads.transpose(1, 2), self.labels)
+        return (slope / self.labels.numel()).transpose(1, 2) @ self.features
+
+
+@torch.no_grad()
+def solved(
+    support: EpisodeSets,
+    query: EpisodeSets,
+    weights: Weights,
+    rho: float | None,
+    *,
+    ways: int,
+    steps: int,
+    lr: float,
+    bound: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the heads y and z of a batch.
+
+    Args:
+        support: The support sets, of g.
+        query: The query sets, of f.
+        weights: Those of f and of the gap.
+        rho: The proximal parameter; None without a proximal term.
+        ways: The number of classes.
+        steps: The gradient steps of z, and then of y from there.
+        lr: The step of a head on the loss of its own task.
+        bound: The largest weight.
+    """
+    tasks, _, size = support.features.shape
+    # The losses are means over the tasks, so the gradient of a head is divided by their number.
+    lr *= tasks
+    total = weights.upper + weights.gap
+    a, b = weights.upper / total, weights.gap / total
+    z = support.features.new_zeros(tasks, ways, size)
+    for _ in range(steps):
+        z = (z - lr * support.gradient(z)).clamp_(-bound, bound)
+    y = z
+    for _ in range(steps):
+        f_y, g_y = query.gradient(y), support.gradient(y)
+        if rho is not None:
+            pull = (z - y) / rho
+            g_y = g_y + pull
+            z = (z - lr * (support.gradient(z) + pull)).clamp_(-bound, bound)
+        y = (y - lr * (a * f_y + b * g_y)).clamp_(-bound, bound)
+    return y, z
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits (E, N, ways)."""
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -1,20 +1,12 @@
-"""The networks of the ready modules: a feature extractor, linear heads, a small classifier."""
+"""The networks of the ready modules: a feature extractor, linear heads, small classifiers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, max_pool2d
+from torch.nn.functional import batch_norm, max_pool2d, one_hot
 
-__all__ = [
-    "MLP",
-    "Conv4",
-    "TaskHeads",
-    "adapt",
-    "cross_entropy_slope",
-    "nearest_centroid",
-    "sigmoid_network",
-]
+__all__ = ["MLP", "Conv4", "TaskHeads", "adapt", "sigmoid_network"]
 
 
 class _Block(nn.Module):
@@ -58,10 +50,6 @@ class Conv4(nn.Module):
 
     def __init__(self, channels: int = 64, image_size: int = 28, inputs: int = 1) -> None:
         super().__init__()
-        if image_size < 16:
-            raise ValueError(
-                f"`Conv4(image_size={image_size})` must be at least 16: four poolings halve it."
-            )
         self.blocks = nn.ModuleList(
             [_Block(inputs if i == 0 else channels, channels) for i in range(4)]
         )
@@ -90,20 +78,14 @@ class TaskHeads(nn.Module):
         self.weight = nn.Parameter(torch.zeros(tasks, ways, features))
         self.bias = nn.Parameter(torch.zeros(tasks, ways))
 
-    def forward(self, features: Tensor, index: Tensor | None) -> Tensor:
-        """Return the logits (E, N, ways) of features (E, N, d).
-
-        Task i uses the head of number index[i]; without an index, head i.
-        """
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        if index is not None:
-            weight = weight.index_select(0, index)
-            bias = bias.index_select(0, index)
+    def forward(self, features: Tensor, index: Tensor) -> Tensor:
+        """Return the logits (E, N, ways) of features (E, N, d); task i uses head index[i]."""
+        weight = self.weight.index_select(0, index)
+        bias = self.bias.index_select(0, index)
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
 
-def cross_entropy_slope(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_slope(logits: Tensor, labels: Tensor) -> Tensor:
     """Return softmax - truth, the gradient of the cross-entropy of each sample in its logits."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     truth = (labels.unsqueeze(-1) == classes).to(logits)
@@ -129,7 +111,7 @@ def adapt(
     bias = features.new_zeros(len(features), ways)
     for _ in range(steps):
         logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = cross_entropy_slope(logits, labels) / features.shape[1]
+        slope = loss_slope(logits, labels) / features.shape[1]
         weight = weight - lr * slope.transpose(1, 2) @ features
         bias = bias - lr * slope.sum(1)
     return weight, bias
@@ -144,7 +126,7 @@ def nearest_centroid(support: Tensor, labels: Tensor, query: Tensor, ways: int) 
         query: Query features, (E, M, d).
         ways: Classes of a task.
     """
-    truth = torch.nn.functional.one_hot(labels, ways).to(support)
+    truth = one_hot(labels, ways).to(support)
     centroids = truth.transpose(1, 2) @ support / truth.sum(1).unsqueeze(2)
     return torch.cdist(query, centroids).argmin(-1)
 

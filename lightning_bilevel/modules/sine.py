@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.sets import Box
-from lightning_bilevel.plugin.mixin import BilevelModule
+from lightning_bilevel.core.sets import Box, ConvexSet
+from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
@@ -105,29 +105,19 @@ def largest_gap(rho: float) -> float:
     period and the mirror image). There z is the proximal point if :math:`2 s = \rho \cos s`, and
     the gap is :math:`2 \sin s - 2 s^2/\rho`.
     """
-    low = 0.0
-    high = rho / 2
-    # 2 s - rho cos s is below 0 at 0, above 0 at rho/2, and rises in between.
+    s = 0.0
     for _ in range(60):
-        middle = (low + high) / 2
-        if 2 * middle < rho * math.cos(middle):
-            low = middle
-        else:
-            high = middle
-    return 2 * math.sin(low) - 2 * low**2 / rho
+        # A contraction: its slope is at most rho / 2.
+        s = rho / 2 * math.cos(s)
+    return 2 * math.sin(s) - 2 * s**2 / rho
 
 
-def _qualification(n: int, envelope: Envelope) -> str:
+def _qualification(n: int, envelope: Envelope, *_: ConvexSet) -> str:
     """Say whether R >= 0 at the maxima of the gap, which is n times that of a sine."""
-    if envelope.rho >= 1.0:
-        return f"not known: rho = {envelope.rho:g} is not below 1, so z need not be unique"
-    largest = n * largest_gap(envelope.rho)
-    if envelope.delta <= largest:
-        return (
-            "fails: the gap is periodic and has interior maxima, which are stationary points with "
-            f"R = {largest - envelope.delta:.4g}"
-        )
+    residual = n * largest_gap(envelope.rho) - envelope.delta if envelope.rho < 1.0 else -1.0
+    if residual < 0.0:
+        return f"not known: for rho = {envelope.rho:g} and delta = {envelope.delta:g}"
     return (
-        f"holds: delta = {envelope.delta:g} exceeds the largest gap, {largest:.4g}, so R <= 0 "
-        "excludes no point"
+        "fails: the gap is periodic and has interior maxima, which are stationary points with "
+        f"R = {residual:.4g}"
     )

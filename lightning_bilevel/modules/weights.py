@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
 from lightning_bilevel.files import write_whole
-from lightning_bilevel.modules.figures import draw_bars, draw_curve, draw_histogram
+from lightning_bilevel.modules.figures import axes
 from lightning_bilevel.stochastic.table_rms import TableRMS
 
 __all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]
@@ -35,17 +34,16 @@ class _Table(nn.Module):
 
     Args:
         n: The number of items.
-        bound: The bound of the logits.
-        optimizer: Makes the torch optimiser that suits them.
+        bound: The bound of the logits. At 8 a sigmoid is 0 or 1 to three digits.
     """
 
     entry: ClassVar[int]
+    optimizer: OptimizerCallable
 
-    def __init__(self, n: int, bound: float, optimizer: OptimizerCallable) -> None:
+    def __init__(self, n: int, bound: float = _BOUND) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(n))
         self.feasible: ConvexSet = Box(-bound, bound)
-        self.optimizer = optimizer
 
     def values(self) -> Tensor:
         """Return all weights, without gradients."""
@@ -58,32 +56,24 @@ class _Table(nn.Module):
             ids: Your name of each item, in the order of its number; None takes the numbers.
         """
         weights = self.values().tolist()
-        names = range(len(weights)) if ids is None else _names(ids)
+        names = range(len(weights)) if ids is None else ids
         return [{"id": name, "weight": w} for name, w in zip(names, weights, strict=True)]
 
     def export(self, path: str | Path, ids: Sequence[Hashable] | None = None) -> None:
-        """Write the weights to a file, as a whole or not at all.
+        """Write the weights to a CSV file, as a whole or not at all.
 
         Args:
-            path: The file: ``.csv``, with the columns id and weight, or else lines of JSON.
+            path: The file, with the columns id and weight.
             ids: Your name of each item, in the order of its number; None takes the numbers.
         """
-        rows = self.rows(ids)
         text = io.StringIO()
-        if Path(path).suffix.lower() == ".csv":
-            table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
-        else:
-            text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        table = csv.DictWriter(text, ["id", "weight"], lineterminator="\n")
+        table.writeheader()
+        table.writerows(self.rows(ids))
         write_whole(Path(path), text.getvalue().encode())
 
     def _weights(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
-
-
-def _names(ids: Sequence[Hashable]) -> list[Hashable]:
-    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
 class SampleWeights(_Table):
@@ -112,9 +102,7 @@ class SampleWeights(_Table):
     """
 
     entry = 2
-
-    def __init__(self, n: int, bound: float = 8.0) -> None:
-        super().__init__(n, bound, partial(TableRMS, lr=3.0))
+    optimizer = partial(TableRMS, lr=3.0)
 
     def forward(self, index: Tensor) -> Tensor:
         """Return the weights of the samples with these numbers."""
@@ -123,52 +111,23 @@ class SampleWeights(_Table):
 
     def figure(self) -> Any:
         """Draw how many samples have which weight, as a matplotlib figure."""
-        return draw_histogram(self.values())
+        figure, axis = axes("weight", "samples")
+        axis.hist(self.values().cpu().numpy(), bins=50, range=(0.0, 1.0))
+        return figure
 
     def _weights(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
 
 
-class _Shares(_Table):
-    r"""A few weights that compete: :math:`w_j = k \operatorname{softmax}(x)_j`, with mean 1."""
+class SourceWeights(_Table):
+    r"""One weight per source of data, such as a corpus or an annotator; the weights compete.
 
-    # What has a weight, as the figure calls it.
-    item: ClassVar[str]
+    .. math:: w_j = n \operatorname{softmax}(x)_j, \qquad x \in [-8, 8]^n
 
-    def __init__(self, k: int, bound: float = 8.0) -> None:
-        # Weight decay would pull the weights together.
-        super().__init__(k, bound, partial(AdamW, lr=1e-2, weight_decay=0.0))
-
-    def forward(self, index: Tensor) -> Tensor:
-        """Return for each sample the weight of the item with its number."""
-        return self._weights(self.logits).index_select(0, index.reshape(-1))
-
-    def shares(self) -> Tensor:
-        """Return the weights as shares, which are positive and sum to 1."""
-        return self.logits.detach().softmax(0)
-
-    def figure(self, names: Sequence[Any] | None = None) -> Any:
-        """Draw the weights as bars, as a matplotlib figure.
-
-        Args:
-            names: What stands below the bars; None takes the numbers.
-        """
-        labels = range(len(self.logits)) if names is None else _names(names)
-        return draw_bars(self.values(), [str(label) for label in labels], self.item)
-
-    def _weights(self, logits: Tensor) -> Tensor:
-        return len(logits) * logits.softmax(0)
-
-
-class SourceWeights(_Shares):
-    r"""One weight per source of data, such as a corpus or an annotator.
-
-    .. math:: w_j = k \operatorname{softmax}(x)_j, \qquad x \in [-8, 8]^k
-
-    so that the mean of the k weights is 1, as it is at the start.
+    so that the mean of the n weights is 1, as it is at the start.
 
     Args:
-        k: The number of sources.
+        n: The number of sources.
         bound: The bound of x.
 
     Attributes:
@@ -183,31 +142,51 @@ class SourceWeights(_Shares):
         tensor([1., 1., 1.])
     """
 
-    item = "source"
     entry = -1
+    # What has a weight, as the figure calls it.
+    item = "source"
+    # Weight decay would pull the weights together.
+    optimizer = partial(AdamW, lr=1e-2, weight_decay=0.0)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Return for each sample the weight of the item with its number."""
+        return self._weights(self.logits).index_select(0, index.reshape(-1))
+
+    def shares(self) -> Tensor:
+        """Return the weights as shares, which are positive and sum to 1."""
+        return self.logits.detach().softmax(0)
+
+    def figure(self, names: Sequence[Any] | None = None) -> Any:
+        """Draw the weights as bars beside a line at 1, as a matplotlib figure.
+
+        Args:
+            names: What stands below the bars; None takes the numbers.
+        """
+        figure, axis = axes(self.item, "weight")
+        labels = [str(row["id"]) for row in self.rows(names)]
+        axis.bar(range(len(labels)), self.values().cpu().numpy())
+        axis.axhline(1.0, color="0.5", linewidth=1, linestyle="--")
+        axis.set_xticks(range(len(labels)), labels, rotation=0 if max(map(len, labels)) < 4 else 60)
+        return figure
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        return len(logits) * logits.softmax(0)
 
 
-class ClassWeights(_Shares):
-    r"""One weight per class, for classes out of balance.
-
-    .. math:: w_q = c \operatorname{softmax}(x)_q, \qquad x \in [-8, 8]^c
+class ClassWeights(SourceWeights):
+    r"""One weight per class, for classes out of balance; otherwise as :class:`SourceWeights`.
 
     Args:
-        c: The number of classes.
+        n: The number of classes.
         bound: The bound of x.
 
     Attributes:
         entry: The place in a training batch of what ``forward`` takes: that of the labels,
             (inputs, labels).
-        feasible: The set of the logits.
-        optimizer: Makes the torch optimiser that suits them: AdamW with a rate of 1e-2.
     """
 
-    item = "class"
     entry = 1
-
-    def __init__(self, c: int, bound: float = 8.0) -> None:
-        super().__init__(c, bound)
+    item = "class"
 
 
 class WeightNet(nn.Module):
@@ -250,14 +229,17 @@ class WeightNet(nn.Module):
         return weights
 
     @torch.no_grad()
-    def values(self, losses: Tensor | None = None) -> Tensor:
-        """Return the weights of losses from 0 to 10, or of these, without gradients."""
-        weights: Tensor = self(self._grid() if losses is None else losses)
+    def values(self) -> Tensor:
+        """Return the weights of losses from 0 to 10, without gradients."""
+        weights: Tensor = self(self._grid())
         return weights
 
     def figure(self) -> Any:
         """Draw the weight by the loss, as a matplotlib figure."""
-        return draw_curve(self._grid(), self.values())
+        figure, axis = axes("loss of a sample", "weight")
+        axis.plot(self._grid().cpu().numpy(), self.values().cpu().numpy())
+        axis.set_ylim(0.0, 1.0)
+        return figure
 
     def _grid(self) -> Tensor:
         parameter = next(self.parameters())

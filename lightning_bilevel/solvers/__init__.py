@@ -10,7 +10,6 @@ from lightning_bilevel.solvers.f2sa import F2SA as F2SA
 from lightning_bilevel.solvers.hjfbio import HJFBiO as HJFBiO
 from lightning_bilevel.solvers.itd import ITD as ITD
 from lightning_bilevel.solvers.ivsp import IVSP as IVSP
-from lightning_bilevel.solvers.ivsp import IVSPInfo as IVSPInfo
 from lightning_bilevel.solvers.lumei import LuMei as LuMei
 from lightning_bilevel.solvers.meha import MEHA as MEHA
 from lightning_bilevel.solvers.meha import PNGBiO as PNGBiO

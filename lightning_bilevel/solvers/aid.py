@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_bilevel.core.faces import face_at
+from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method
 from lightning_bilevel.solvers.constants import (
     Power,
@@ -66,7 +67,8 @@ class AIDMethod(Method[AdjointState]):
         # A v = b on the face of y.
         face = face_at(problem.lower_set, before[-1])
         shift = face.bend / beta + self.damping / unit**2
-        A = adjoint_matrix(here, y, face, shift, self.products, unit)
+        at_y = LowerPoint(y)
+        A = adjoint_matrix(here, at_y, face, shift, self.products, unit)
         b = face.tangent(f.grad_y)
         v = None if s.v is None else face.tangent(s.v)
         accuracy = resolution(self.products, y.dtype)
@@ -80,7 +82,7 @@ class AIDMethod(Method[AdjointState]):
             consequence = "The steps of v may diverge."
         v, curvature = solved
         warned = warn_once(self.name, s.indefinite, curvature, self.damping, consequence, unit)
-        _, xy = products(here, y, v, self.products, unit)
+        _, xy = products(here, at_y, v, self.products, unit)
         x = problem.upper_set.project(s.x - s.rate_x(alpha) * (f.grad_x - xy))
         kept = v if self.warm_start and self.linear_solver != "neumann" else None
         bent = curvature is not None

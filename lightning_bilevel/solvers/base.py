@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bilevel.core.chunks import map_tensors
 from lightning_bilevel.core.errors import (
     BilevelError,
     InnerLoopError,
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.leaves import map_tensors
 from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
@@ -161,6 +161,8 @@ class BilevelOptimizer(Optimizer):
         # The problem of the last step, and the versions of the parameters after it.
         self._problem: BilevelProblem | None = None
         self._versions: list[tuple[int, int]] = []
+        # Their memory: while it is held, no other tensor can have its address.
+        self._held: list[Tensor] = []
 
     @property
     def constants(self) -> Constants:
@@ -249,6 +251,7 @@ class BilevelOptimizer(Optimizer):
         write(self.param_groups, new.x, new.y)
         self.run, self._problem = new, problem
         self._versions = versions(self.param_groups)
+        self._held = [p.detach() for group in self.param_groups for p in group["params"]]
         lr = self.method.lr_at(state.k) if info.lr is None else info.lr
         for group in self.param_groups:
             group["lr"] = lr

@@ -80,23 +80,23 @@ class Constants:
 
 
 def positive(default: float | None, most: float = math.inf) -> Any:
-    """Declare a number above 0 and at most ``most``, or None if that is the default."""
+    """Take a number above 0, and at most ``most``."""
     words = "finite" if most == math.inf else f"at most {most:g}"
     return _number(default, lambda v: 0 < v <= most, f"positive and {words}")
 
 
 def nonnegative(default: float | None) -> Any:
-    """Declare a number of at least 0, or None if that is the default."""
+    """Take a number of at least 0."""
     return _number(default, lambda v: v >= 0, "nonnegative and finite")
 
 
 def between(default: float, low: float, high: float) -> Any:
-    """Declare a number between two others."""
+    """Take a number of an open interval."""
     return _number(default, lambda v: low < v < high, f"between {low:g} and {high:g}")
 
 
 def whole(default: int | None, least: int = 1) -> Any:
-    """Declare a whole number, or None if that is the default."""
+    """Take a whole number; 2.0 is one too."""
 
     def convert(value: Any) -> int:
         if not _is_number(value) or not value == int(value) >= least:
@@ -108,7 +108,7 @@ def whole(default: int | None, least: int = 1) -> Any:
 
 
 def choice(default: Any, *values: Any) -> Any:
-    """Declare one of a few values; the default may be another, such as None."""
+    """Take one of a few values."""
 
     def convert(value: Any) -> Any:
         if value not in values:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method
 from lightning_bilevel.solvers.constants import Power, nonnegative, schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.differences import difference_length
+from lightning_bilevel.core.curvature import difference_length
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Product
 from lightning_bilevel.core.vectors import norm

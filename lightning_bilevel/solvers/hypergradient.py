@@ -1,7 +1,7 @@
 r"""What the methods on hypergradients share: products in two ways, and the adjoint system.
 
 At a solution y of the lower level and for the face of Y on which it lies (T and b of
-:mod:`~lightning_bilevel.core.faces`, s the step of y), the hypergradient is
+:mod:`~lightning_bilevel.core.sets`, s the step of y), the hypergradient is
 :math:`\nabla_x f - \nabla^2_{xy} g\, v` with
 
 .. math:: A v = T\, \nabla_y f, \qquad
@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.differences import difference_curvature, difference_products
-from lightning_bilevel.core.faces import Face
-from lightning_bilevel.core.lower import LowerLevel, LowerPoint
+from lightning_bilevel.core.curvature import difference_curvature, difference_products
+from lightning_bilevel.core.lower import At, LowerLevel, vector
+from lightning_bilevel.core.sets import Face
 from lightning_bilevel.core.vectors import dot, norm
 from lightning_bilevel.solvers.base import State
 
@@ -58,12 +58,10 @@ class AdjointState(State):
     indefinite: bool = False
 
 
-def products(
-    lower: LowerLevel, y: Tensor, v: Tensor, way: Ways, unit: float
-) -> tuple[Tensor, Tensor]:
+def products(lower: LowerLevel, y: At, v: Tensor, way: Ways, unit: float) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\nabla^2_{yy} g\, v` and :math:`\nabla^2_{xy} g\, v`, at two passes."""
     if way == "difference":
-        return difference_products(lower, y, v, unit=unit)
+        return difference_products(lower, vector(y), v, unit=unit)
     exact = lower.products(y, v)
     return exact.yy, exact.xy
 
@@ -75,16 +73,15 @@ def resolution(way: Ways, dtype: torch.dtype) -> float:
 
 
 def adjoint_matrix(
-    lower: LowerLevel, y: Tensor, face: Face, shift: Tensor | float, way: Ways, unit: float
+    lower: LowerLevel, y: At, face: Face, shift: Tensor | float, way: Ways, unit: float
 ) -> Product:
     r"""Return :math:`v \mapsto T \nabla^2_{yy} g\, v + (b/s + d)\, v`, at two passes each."""
-    point = LowerPoint(y)
 
     def product(v: Tensor) -> Tensor:
         if way == "difference":
-            yy = difference_curvature(lower, y, v, unit=unit)
+            yy = difference_curvature(lower, vector(y), v, unit=unit)
         else:
-            yy = lower.curvature(point, v)
+            yy = lower.curvature(y, v)
         return face.tangent(yy) + shift * v
 
     return product

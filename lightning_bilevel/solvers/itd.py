@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_bilevel.core.faces import face_at
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import Power, choice, schedule, whole
 from lightning_bilevel.solvers.descent import descend

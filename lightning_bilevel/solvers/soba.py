@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_bilevel.core.differences import difference_products
-from lightning_bilevel.core.faces import face_at
+from lightning_bilevel.core.curvature import difference_products
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import face_at
 from lightning_bilevel.solvers.base import BilevelOptimizer, Method
 from lightning_bilevel.solvers.constants import Power, choice, nonnegative, schedule
 from lightning_bilevel.solvers.hypergradient import (

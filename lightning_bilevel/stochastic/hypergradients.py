@@ -47,29 +47,23 @@ class SOBA(Method):
     decays_shadow: ClassVar[bool] = False  # v solves a linear system
 
     def start(self, step: Step) -> None:
-        with torch.no_grad():
-            for v in step.shadow.z:
-                v.zero_()
+        for v in step.shadow.z:
+            v.data.zero_()
 
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
-        x, y, v = step.upper, step.shadow.parameters, step.shadow.z
-        kept = step.take([*x, *y])
+        x, y, v = step.variables
         with step.same_draws():
             f = step.upper_loss(upper)
             step.backward(f)
-        f_x, f_y = step.take(x), step.take(y)
-        g_x, g_v = _product(step, lower, v)
+        f_y = step.take(y)
+        _subtract_product(step, lower, v)
+        d_x = step.take(x)
+        for terms in (step.take(y), f_y):
+            step.add(v, terms, -1.0)
         g = step.lower_loss(lower)
         step.backward(g)
         step.take(x)
-        for parameters, terms, factor in (
-            (x, f_x, 1.0),
-            (x, g_x, -1.0),
-            (v, g_v, 1.0),
-            (v, f_y, -1.0),
-        ):
-            step.add(parameters, terms, factor)
-        step.add([*x, *y], kept)
+        step.add(x, d_x)
         return Numbers(f.detach(), g.detach(), g.detach(), 0.0)
 
 
@@ -94,56 +88,39 @@ class DARTS(Method):
     xi: float = 0.01
 
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
-        x, y, z = step.upper, step.shadow.parameters, step.shadow.z
-        kept = step.take([*x, *y])
+        x, y, z = step.variables
+        # The gradients are those over the number of batches in a step.
+        xi = self.xi * step.options.accumulate
         with step.same_draws():
             g = step.lower_loss(lower)
             step.backward(g)
         step.take(x)
         g_y = step.take(y)
         with torch.no_grad():
-            for own, ahead in zip(y, z, strict=True):
-                ahead.copy_(own)
-        _add_to(z, g_y, -self.xi * step.options.accumulate)
+            for own, ahead, slope in zip(y, z, g_y, strict=True):
+                ahead.copy_(own if slope is None else own.add(slope, alpha=-xi))
         # The last evaluation draws for good.
-        again = step.same_draws() if self.xi > 0 else nullcontext()
-        with again, step.shadow.exchanged():
+        with step.same_draws() if self.xi > 0 else nullcontext(), step.shadow.exchanged():
             f = step.upper_loss(upper)
             step.backward(f)
-        f_x, p = step.take(x), step.take(y)
-        g_x, _ = _product(step, lower, p, last=True) if self.xi > 0 else ([None] * len(x), [])
-        step.add(x, f_x)
-        # p is the gradient of f over the number of batches in a step.
-        step.add(x, g_x, -self.xi * step.options.accumulate)
+        p = step.take(y)
+        if self.xi > 0:
+            _subtract_product(step, lower, p, xi, last=True)
+            step.take(y)
         step.add(y, g_y)
-        step.add([*x, *y], kept)
         return Numbers(f.detach(), g.detach(), g.detach(), 0.0)
 
 
-def _product(
-    step: Step, batch: Any, v: Sequence[Tensor | None], last: bool = False
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the products of the second derivatives of g in xy and yy with v."""
-    x, y = step.upper, step.shadow.parameters
-    with torch.no_grad():
-        known = [torch.zeros_like(p) if w is None else w for p, w in zip(y, v, strict=True)]
-        length = torch.stack([w.square().sum() for w in known]).sum().sqrt()
-        e = _LENGTH / torch.where(length > 0, length, _LENGTH)
+def _subtract_product(
+    step: Step, batch: Any, v: Sequence[Tensor | None], factor: float = 1.0, last: bool = False
+) -> None:
+    """Subtract the second derivatives of g in xy and yy, times v, from the gradients of x and y."""
+    y = step.shadow.parameters
+    length = torch.stack([w.detach().square().sum() for w in v if w is not None]).sum().sqrt()
+    e = _LENGTH / torch.where(length > 0, length, _LENGTH)
     for sign in (1.0, -1.0):
         with torch.no_grad():
-            moved = [p + sign * e * w for p, w in zip(y, known, strict=True)]
+            moved = [p if w is None else p + sign * e * w for p, w in zip(y, v, strict=True)]
         again = nullcontext() if last and sign < 0 else step.same_draws()
         with again, exchanged(y, moved):
-            step.backward(sign * step.lower_loss(batch))
-    products = step.take([*x, *y])
-    for product in products:
-        if product is not None:
-            product.div_(2 * e)
-    return products[: len(x)], products[len(x) :]
-
-
-@torch.no_grad()
-def _add_to(values: Sequence[Tensor], terms: Sequence[Tensor | None], factor: float) -> None:
-    for value, term in zip(values, terms, strict=True):
-        if term is not None:
-            value.add_(term, alpha=factor)
+            step.backward(-sign * factor / (2 * e) * step.lower_loss(batch))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,35 +19,32 @@ from torch import Tensor
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.constants import Power
-from lightning_bilevel.stochastic.step import Method, Numbers, Step, wide
+from lightning_bilevel.stochastic.step import Method, Numbers, Step, times, wide
 
-__all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights", "mean_gap"]
+__all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights"]
 
 Schedule = float | Power
 
 
 class Weights(NamedTuple):
-    """The weights of a step.
+    r"""The weights of a step.
 
     Attributes:
         upper: a.
         gap: b.
+        rho: :math:`\rho`; None without the squares.
         divisor: What the gradient of y is divided by; None for 1.
     """
 
     upper: float
     gap: float | Tensor
+    rho: float | None = None
     divisor: float | Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Penalty(Method):
     """A method of that form."""
-
-    @property
-    def proximal(self) -> float | None:
-        r""":math:`\rho`; None without the squares."""
-        return None
 
     def weights(self, step: Step) -> Weights:
         """Return the weights, as far as they are known before the batch is evaluated."""
@@ -59,47 +55,41 @@ class Penalty(Method):
         return self.weights(step)
 
     def observe(
-        self, step: Step, gap: Callable[[], Tensor], distance: Callable[[], Tensor]
+        self, step: Step, g_y: Tensor, g_z: Tensor, distance: Callable[[], Tensor]
     ) -> Weights:
         """Return the weights, after an evaluation.
 
         Args:
             step: The run, for methods that track a number.
-            gap: g(x, y) - g(x, z) on the batch, the mean over all processes.
-            distance: :math:`|y - z|^2` of this process.
+            g_y: g(x, y) on the batch of this process.
+            g_z: g(x, z), likewise.
+            distance: :math:`|y - z|^2`, likewise.
         """
         return self.weights(step)
 
     def add_gradients(self, step: Step, lower: object, upper: object) -> Numbers:
-        x, y, z = step.upper, step.shadow.parameters, step.shadow.z
-        kept_x, kept_y = step.take(x), step.take(y)
+        x, y, z = step.variables
         # With b in the backward pass, its part in the gradient of x cancels that of y to the bit as
         # long as z = y. An optimiser may divide by the size of what is left.
         known: Weights = self.weights(step) if step.first else step.weights
         b = 1.0 if isinstance(known.gap, float) and known.gap == 0.0 else known.gap
         with step.same_draws(), step.shadow.exchanged():
             g_z = step.lower_loss(lower)
-            step.backward(_times(b, g_z))
+            step.backward(times(b, g_z))
         from_z = step.take(x)
         step.add(z, step.take(y), 1 / b)
-        step.add(y, kept_y)
         g_y = step.lower_loss(lower)
         f = step.upper_loss(upper)
         if step.first:
-            step.weights = self.observe(
-                step, partial(mean_gap, step, g_y, g_z), step.shadow.distance
-            )
+            step.weights = self.observe(step, g_y, g_z, step.shadow.distance)
         w: Weights = step.weights
-        step.backward(_times(w.upper, f) + _times(w.gap, g_y))
+        step.backward(times(w.upper, f) + times(w.gap, g_y))
         step.add(x, from_z, -w.gap / b)
-        step.add(x, kept_x)
-        if step.last:
-            if self.proximal is not None:
-                step.shadow.add_proximal_pull(self.proximal, w.gap)
-            if w.divisor is not None:
-                for parameter in y:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(w.divisor)
+        if w.rho is not None and step.first:
+            step.shadow.add_proximal_pull(w.rho, w.gap)
+        if w.divisor is not None:
+            for gradient in [p.grad for p in y if p.grad is not None]:
+                gradient.div_(w.divisor)
         return Numbers(f.detach(), g_y.detach(), g_z.detach(), w.gap / w.upper)
 
 
@@ -175,12 +165,8 @@ class MEHA(Penalty):
     c: Schedule = Power(1.0, 0.25)  # noqa: RUF009 (frozen)
     gamma: float = 10.0
 
-    @property
-    def proximal(self) -> float:
-        return self.gamma
-
     def weights(self, step: Step) -> Weights:
-        return Weights(1 / at(self.c, step.k), 1.0)
+        return Weights(1 / at(self.c, step.k), 1.0, self.gamma)
 
 
 # How much of the tracked gap and of its variance a step keeps, and how many standard deviations of
@@ -228,24 +214,21 @@ class StreamingIVSP(Penalty):
     def envelope(self) -> Envelope:
         return Envelope(rho=self.rho, sigma=0.0, delta=self.delta)
 
-    @property
-    def proximal(self) -> float:
-        return self.rho
-
     def weights(self, step: Step) -> Weights:
         if step.tracked:
-            return Weights(self.gamma, 1.0)
+            return Weights(self.gamma, 1.0, self.rho)
         # z = y: R is -delta, whatever the batch.
         phi = min(max(0.5 - self.delta / self.mu, self.floor), 1.0)
-        return Weights(self.gamma, phi, self.gamma + phi)
+        return Weights(self.gamma, phi, self.rho, self.gamma + phi)
 
     def lagged(self, step: Step) -> Weights:
-        return self._tracked(step) if step.tracked else Weights(self.gamma, 1.0, self.gamma + 1.0)
+        return self._tracked(step) if step.tracked else Weights(self.gamma, 1.0, self.rho)
 
     def observe(
-        self, step: Step, gap: Callable[[], Tensor], distance: Callable[[], Tensor]
+        self, step: Step, g_y: Tensor, g_z: Tensor, distance: Callable[[], Tensor]
     ) -> Weights:
-        r = gap() - step.mean(distance()) / (2 * self.rho) - self.delta
+        # Half precision does not resolve the difference of two losses.
+        r = step.mean(wide(g_y) - wide(g_z) - distance() / (2 * self.rho)) - self.delta
         if not step.tracked:
             known = self.weights(step)
             step.tracked = r, torch.zeros_like(r)
@@ -261,16 +244,7 @@ class StreamingIVSP(Penalty):
         deviation = (variance * (1 - _DECAY) / (1 + _DECAY)).sqrt()
         smoothing = (_DEVIATIONS * deviation).clamp(min=self.mu)
         phi = (tracked / smoothing + 0.5).clamp(self.floor, 1.0)
-        return Weights(self.gamma, phi, self.gamma + phi)
-
-
-def _times(weight: float | Tensor, value: Tensor) -> Tensor:
-    return value if isinstance(weight, float) and weight == 1.0 else weight * value
-
-
-def mean_gap(step: Step, g_y: Tensor, g_z: Tensor) -> Tensor:
-    """Return the mean gap over the processes; half precision does not resolve the difference."""
-    return step.mean(wide(g_y) - wide(g_z))
+        return Weights(self.gamma, phi, self.rho, self.gamma + phi)
 
 
 def at(schedule: Schedule, k: int) -> float:

@@ -1,8 +1,7 @@
 """The second copy of the lower level, and its exchange with the first.
 
 A loss reads the module's own parameters. To evaluate it at z, the content of y and z changes
-places: the hooks of parameters and modules, their sharding and their compiled code stay what they
-are.
+places: the hooks of parameters and modules and their compiled code stay what they are.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-__all__ = ["Shadow", "check_optimizer", "copy_optimizer", "exchanged"]
+__all__ = ["Shadow", "copy_optimizer", "exchanged", "follow"]
 
 
 @contextmanager
@@ -29,17 +28,9 @@ def exchanged(own: Sequence[Tensor], other: Sequence[Tensor]) -> Iterator[None]:
         _exchange(own, other)
 
 
-@torch.no_grad()
 def _exchange(own: Sequence[Tensor], other: Sequence[Tensor]) -> None:
     for a, b in zip(own, other, strict=True):
-        if hasattr(a, "to_local"):
-            # FSDP2 refers to the storage of its shards.
-            shard, other_shard = a.to_local(), b.to_local()  # type: ignore[attr-defined]
-            kept = shard.clone()
-            shard.copy_(other_shard)
-            other_shard.copy_(kept)
-        else:
-            a.data, b.data = b.data, a.data
+        a.data, b.data = b.data, a.data
 
 
 class Shadow:
@@ -57,19 +48,15 @@ class Shadow:
         self.buffers = list(buffers)
         self.z = [nn.Parameter(p.detach().clone()) for p in self.parameters]
         self.z_buffers = [b.clone() for b in self.buffers]
-        self._both = [*self.parameters, *self.buffers], [*self.z, *self.z_buffers]
 
     def exchanged(self) -> AbstractContextManager[None]:
         """Evaluate the module at z, with the buffers of z."""
-        return exchanged(*self._both)
+        return exchanged([*self.parameters, *self.buffers], [*self.z, *self.z_buffers])
 
     def distance(self) -> Tensor:
         r"""Return :math:`|y - z|^2`."""
-        parts = [
-            (z.detach() - y.detach()).square().sum()
-            for y, z in zip(self.parameters, self.z, strict=True)
-        ]
-        return torch.stack(parts).sum()
+        pairs = zip(self.parameters, self.z, strict=True)
+        return torch.stack([(z.detach() - y.detach()).square().sum() for y, z in pairs]).sum()
 
     @torch.no_grad()
     def add_proximal_pull(self, rho: float, gap: float | Tensor) -> None:
@@ -81,27 +68,6 @@ class Shadow:
             if y.grad is not None:
                 y.grad.add_(pull.mul_(gap))
 
-    def state(self) -> dict[str, list[Tensor]]:
-        """Return z as plain data for a checkpoint."""
-        return {"z": [z.detach().clone() for z in self.z], "buffers": list(self.z_buffers)}
-
-    @torch.no_grad()
-    def load(self, state: dict[str, list[Tensor]]) -> None:
-        """Go on from a saved z."""
-        mine, saved = [*self.z, *self.z_buffers], [*state["z"], *state["buffers"]]
-        for own, value in zip(mine, saved, strict=True):
-            own.copy_(value)
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimiser that evaluates its loss."""
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"`{type(optimizer).__name__}` evaluates its loss several times in a step, and a "
-            "bilevel step has one evaluation of g at y and one at z: take an optimiser that steps "
-            "by `.grad`."
-        )
-
 
 def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter]) -> Optimizer:
     """Return an optimiser like another one, with an empty state, over copies of its parameters.
@@ -110,17 +76,19 @@ def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter
         optimizer: The optimiser; only its parameters among the keys of ``copies`` are taken.
         copies: The copy of each parameter.
     """
-    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+    own = vars(optimizer)
+    if any(isinstance(value, Optimizer) for value in own.values()):
         raise ValueError(
             f"`{type(optimizer).__name__}` wraps another optimiser, which cannot be copied for z: "
             "give the inner one."
         )
     made = copy.copy(optimizer)
     # `copy` keeps the constructor's three entries only; a scheduler wraps `step` of the instance.
-    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    for name, value in vars(optimizer).items():
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            made.__dict__[name] = OrderedDict()
+    vars(made).update(
+        (name, OrderedDict() if name.endswith("_hooks") else value)
+        for name, value in own.items()
+        if name != "step"
+    )
     made.state = defaultdict(dict)
     made.param_groups = [
         {**group, "params": [copies[p] for p in group["params"] if p in copies]}

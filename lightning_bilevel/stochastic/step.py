@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,12 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.sets import ConvexSet, Free
-from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.shadow import Shadow, follow
 
-__all__ = ["Method", "Numbers", "Options", "Step", "wide"]
+__all__ = ["Method", "Numbers", "Options", "Step", "times", "wide"]
 
 # A run ends after so many batches in a row that are not finite.
 PATIENCE = 10
@@ -60,13 +59,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError(f"`declare(accumulate={self.accumulate})` must be at least 1.")
-        if len(self.clip) != 2:
+        if len(self.clip) != 2 or not all(b is None or 0 < b < math.inf for b in self.clip):
             raise ValueError(
-                f"`declare(gradient_clip_val={self.clip})` must be one number, or one per level."
+                f"`declare(gradient_clip_val={self.clip})` must be a positive number, or one for "
+                "each level."
             )
-        for value in self.clip:
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`declare(gradient_clip_val={value})` must be positive.")
 
 
 # In YAML a class path names a method: jsonargparse allows no subclass of a mere dataclass.
@@ -82,6 +79,9 @@ class Method(ABC):
     warmup: int = field(default=0, kw_only=True)
     x_every: int = field(default=1, kw_only=True)
 
+    # Whether the second copy decays as y does.
+    decays_shadow: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.x_every < 1:
             raise ValueError(
@@ -89,25 +89,17 @@ class Method(ABC):
                 "least 0 and at least 1."
             )
 
-    # Whether the second copy decays as y does.
-    decays_shadow: ClassVar[bool] = True
-
     @property
     def envelope(self) -> Envelope | None:
         """The Moreau envelope that the method goes down, for the certificate."""
         return None
-
-    def moves_x(self, k: int) -> bool:
-        """Tell whether x moves in step k, from 0."""
-        after = k + 1 - self.warmup
-        return after > 0 and after % self.x_every == 0
 
     def start(self, step: Step) -> None:  # noqa: B027 (most start at y)
         """Set the second copy of the lower level, if it does not start at y."""
 
     @abstractmethod
     def add_gradients(self, step: Step, lower: Any, upper: Any) -> Numbers:
-        """Add the gradients on a batch of both levels to those of x, y and z."""
+        """Put the gradients on a batch into ``.grad`` of x, y and z, which is None before."""
 
 
 @dataclass
@@ -129,6 +121,7 @@ class Step:
         skipped: How many steps were left out, in all and in a row.
         tracked: What a method tracks.
         seconds: The time in steps.
+        weights: What a method decides at the first batch of a step.
     """
 
     module: Any
@@ -148,78 +141,46 @@ class Step:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        model = self.module.trainer.model
-        self._shares_buckets: bool = getattr(model, "gradient_as_bucket_view", False)
+        # That of DDP.
+        self._shares_buckets = getattr(self.module.trainer.model, "gradient_as_bucket_view", False)
         self.method.start(self)
         self._project()
+
+    @property
+    def variables(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters of x, y and z."""
+        return self.upper, self.shadow.parameters, self.shadow.z
 
     @property
     def first(self) -> bool:
         """Whether the batch is the first one of its step."""
         return self.batches == 0
 
-    @property
-    def last(self) -> bool:
-        """Whether the batch is the last one of its step; a step does not go on into an epoch."""
-        full = self.batches + 1 == self.options.accumulate
-        return full or bool(self.module.trainer.is_last_batch)
-
     def __call__(self, batch: Any) -> tuple[Numbers, bool]:
         """Evaluate a batch; return its numbers, and whether the variables moved."""
         began = time.perf_counter()
+        variables = [*chain(*self.variables)]
         if self.first:
-            for parameter in self._parameters():
+            for parameter in variables:
                 parameter.grad = None
+            self._losses: list[Tensor] = []
             if self.options.skip_nonfinite:
-                self._before = [b.clone() for b in self._written()], self.tracked
-                self._losses = []
+                buffers = chain(self.shadow.buffers, self.shadow.z_buffers)
+                self._before = [(buffer, buffer.clone()) for buffer in buffers], self.tracked
+        before = [] if self.first else self.take(variables)
         add_gradients = self.module.batch_gradients or self.method.add_gradients
         numbers: Numbers = add_gradients(self, batch["lower"], batch["upper"])
-        if self.options.skip_nonfinite:
-            self._losses += [numbers.upper, numbers.lower, numbers.inner]
-        last = self.last
+        if before:
+            self.add(variables, before)
+        self._losses += numbers[:3]
+        # A step does not go on into another epoch.
+        last = self.batches + 1 == self.options.accumulate or self.module.trainer.is_last_batch
         self.batches = 0 if last else self.batches + 1
         moved = last and self._is_finite()
         if moved:
             self._move()
-            self.k += 1
         self.seconds += time.perf_counter() - began
         return numbers, moved
-
-    def record(self, numbers: Any) -> StreamInfo:
-        """Return the record of a batch; its numbers are tensors until somebody reads them."""
-        gap: Any = wide(numbers.lower) - wide(numbers.inner)
-        return StreamInfo(
-            upper=numbers.upper,
-            lower=numbers.lower,
-            gap=gap,
-            multiplier=numbers.multiplier,
-            inner_iterations=self.module.inner_iterations,
-            iteration=self.k,
-            calls=Calls(upper=1, lower=2),
-            passes=3 * self.k * self.options.accumulate,
-            optimization_time=self.seconds,
-            skipped=self.skipped[0],
-        )
-
-    @property
-    def name(self) -> str:
-        """The name of the method, for reports."""
-        return type(self.method).__name__
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
-        inner = self.k * self.module.inner_iterations
-        return Progress(self.k, inner, 3 * self.k * self.options.accumulate, self.seconds)
-
-    @property
-    def hyper_parameters(self) -> dict[str, Any]:
-        """The constants of the method, for loggers."""
-        return {k: v for k, v in vars(self.method).items() if isinstance(v, (int, float))}
-
-    proved = None
-    chosen: ClassVar[list[tuple[str, str]]] = []
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss, as Lightning's strategy and precision do."""
@@ -243,35 +204,32 @@ class Step:
         others = [] if device.type == "cpu" else [device]
         return torch.random.fork_rng(devices=others, device_type=device.type)
 
-    def take(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    def take(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of parameters, which have none afterwards."""
-        taken: list[Tensor | None] = []
+        taken = [parameter.grad for parameter in parameters]
+        if self._shares_buckets:
+            # The next backward pass of DDP writes into them.
+            taken = [None if gradient is None else gradient.clone() for gradient in taken]
         for parameter in parameters:
-            gradient = parameter.grad
-            # With `gradient_as_bucket_view` the next backward pass of DDP writes into it.
-            shared = self._shares_buckets and gradient is not None
-            taken.append(gradient.clone() if shared else gradient)  # type: ignore[union-attr]
             parameter.grad = None
         return taken
 
     def add(
         self,
-        parameters: Iterable[Tensor],
-        terms: Iterable[Tensor | None],
+        parameters: Sequence[Tensor],
+        terms: Sequence[Tensor | None],
         factor: float | Tensor = 1.0,
     ) -> None:
         """Add multiples of tensors, which are given away, to the gradients of parameters."""
         for parameter, term in zip(parameters, terms, strict=True):
             if term is None:
                 continue
-            if isinstance(factor, Tensor):
-                term, factor_left = term.mul_(factor), 1.0
+            if parameter.grad is None:
+                parameter.grad = term if _is_one(factor) else term.mul_(factor)
+            elif isinstance(factor, Tensor):
+                parameter.grad.add_(term.mul_(factor))
             else:
-                factor_left = factor
-            if parameter.grad is not None:
-                parameter.grad.add_(term, alpha=factor_left)
-            else:
-                parameter.grad = term if factor_left == 1.0 else term.mul_(factor_left)
+                parameter.grad.add_(term, alpha=factor)
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a number over the processes."""
@@ -281,39 +239,33 @@ class Step:
     def state(self) -> dict[str, Any]:
         """Return the state as plain data for a checkpoint."""
         return {
-            "shadow": self.shadow.state(),
+            "z": [t.detach().clone() for t in chain(self.shadow.z, self.shadow.z_buffers)],
             "optimizers": [optimizer.state_dict() for optimizer in self.shadow_optimizers],
             "k": self.k,
-            "skipped": list(self.skipped),
-            "tracked": list(self.tracked),
+            "skipped": self.skipped,
+            "tracked": self.tracked,
             "seconds": self.seconds,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        self.shadow.load(state["shadow"])
+        for own, value in zip(chain(self.shadow.z, self.shadow.z_buffers), state["z"], strict=True):
+            own.data.copy_(value)
         for optimizer, saved in zip(self.shadow_optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.k, self.seconds = state["k"], state["seconds"]
-        self.skipped = (state["skipped"][0], state["skipped"][1])
+        self.k, self.skipped, self.seconds = state["k"], state["skipped"], state["seconds"]
         self.tracked = tuple(value.to(self.module.device) for value in state["tracked"])
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [*self.upper, *self.shadow.parameters, *self.shadow.z]
-
-    def _written(self) -> list[Tensor]:
-        return [*self.shadow.buffers, *self.shadow.z_buffers]
 
     def _is_finite(self) -> bool:
         if not self.options.skip_nonfinite:
             return True
-        norms = [p.grad.norm() for p in self._parameters() if p.grad is not None]
+        norms = [p.grad.norm() for p in chain(*self.variables) if p.grad is not None]
         finite = bool(torch.stack([*norms, *self._losses]).isfinite().all())
         if self.module.trainer.strategy.reduce_boolean_decision(finite, all=True):
             self.skipped = self.skipped[0], 0
             return True
         buffers, self.tracked = self._before
-        for buffer, kept in zip(self._written(), buffers, strict=True):
+        for buffer, kept in buffers:
             buffer.copy_(kept)
         self.skipped = self.skipped[0] + 1, self.skipped[1] + 1
         if self.skipped[1] >= PATIENCE:
@@ -325,44 +277,45 @@ class Step:
         return False
 
     def _move(self) -> None:
-        if not self.method.moves_x(self.k):
-            for parameter in self.upper:
-                parameter.grad = None
-        lower = [optimizer.optimizer for optimizer in self.lower_optimizers]
-        upper = [optimizer.optimizer for optimizer in self.upper_optimizers]
+        after = self.k + 1 - self.method.warmup
+        if after <= 0 or after % self.method.x_every:
+            self.take(self.upper)
         above, below = self.options.clip
-        for bound, optimizers in ((above, upper), (below, lower), (below, self.shadow_optimizers)):
+        for bound, variable in zip((above, below, below), self.variables, strict=True):
             if bound is not None:
-                groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-                nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], bound)
-        for copied, optimizer in zip(self.shadow_optimizers, lower, strict=True):
-            follow(copied, optimizer, decays=self.method.decays_shadow)
+                nn.utils.clip_grad_norm_(variable, bound)
+        for copied, wrapped in zip(self.shadow_optimizers, self.lower_optimizers, strict=True):
+            follow(copied, wrapped.optimizer, decays=self.method.decays_shadow)
             copied.step()
         # Lightning counts the steps of its wrapper: one of them is one step of the run.
         counted, *others = [*self.lower_optimizers, *self.upper_optimizers]
         counted.step()
-        for optimizer in others:
-            optimizer.optimizer.step()
+        for wrapped in others:
+            wrapped.optimizer.step()
         self._project()
+        self.k += 1
 
     @torch.no_grad()
     def _project(self) -> None:
         upper, lower = self.sets
-        project(self.upper, upper)
-        project(self.shadow.parameters, lower)
-        project(self.shadow.z, lower)
+        for variable, feasible in zip(self.variables, (upper, lower, lower), strict=True):
+            if not isinstance(feasible, Free):
+                whole = feasible.project(torch.cat([p.reshape(-1) for p in variable]))
+                parts = torch.split(whole, [p.numel() for p in variable])
+                for parameter, part in zip(variable, parts, strict=True):
+                    parameter.copy_(part.view_as(parameter))
 
 
-def project(parameters: Sequence[Tensor], feasible: ConvexSet) -> None:
-    """Project parameters, as one vector, onto a set."""
-    if isinstance(feasible, Free):
-        return
-    whole = torch.cat([p.detach().reshape(-1) for p in parameters])
-    parts = torch.split(feasible.project(whole), [p.numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.copy_(part.view_as(parameter))
+def times(weight: float | Tensor, value: Tensor) -> Tensor:
+    """Return the product; nothing is computed for 1."""
+    return value if _is_one(weight) else weight * value
 
 
 def wide(value: Tensor) -> Tensor:
     """Return a number without its graph, in float32 at least."""
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _is_one(weight: float | Tensor) -> bool:
+    # A tensor is not asked: that would be a device sync.
+    return isinstance(weight, float) and weight == 1.0

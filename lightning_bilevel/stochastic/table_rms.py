@@ -47,39 +47,30 @@ class TableRMS(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move the entries that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group["lr"])
+                    self._move(parameter, parameter.grad, group["lr"])
         return loss
 
-    def _move(self, parameter: Tensor, lr: float) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        indices = None
-        if gradient.is_sparse:
-            gradient = gradient.coalesce()
-            indices = gradient.indices()
-            gradient = gradient.values()
+    def _move(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
+        sparse = gradient.coalesce() if gradient.is_sparse else None
+        entries = gradient if sparse is None else sparse.values()
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
-            state["square"] = gradient.new_zeros(())
-            state["rms"] = gradient.new_zeros(())
+            state |= {"step": 0, "square": entries.new_zeros(()), "rms": entries.new_zeros(())}
         state["step"] += 1
         # The mean over the touched entries, without asking the device how many there are.
-        mean = gradient.square().sum() / (gradient != 0).sum().clamp(min=1)
+        mean = entries.square().sum() / (entries != 0).sum().clamp(min=1)
         state["square"].lerp_(mean, 1 - _DECAY)
         root = (state["square"] / (1 - _DECAY ** state["step"])).sqrt_()
         torch.maximum(state["rms"], root, out=state["rms"])
         # No gradient so far: 0 divided by the smallest number is 0.
-        size = state["rms"].clamp(min=torch.finfo(gradient.dtype).tiny)
-        move = (gradient / size).clamp_(-_LONGEST, _LONGEST)
-        if indices is None:
+        size = state["rms"].clamp(min=torch.finfo(entries.dtype).tiny)
+        move = (entries / size).clamp_(-_LONGEST, _LONGEST)
+        if sparse is None:
             parameter.sub_(move, alpha=lr)
         else:
-            parameter.index_put_(tuple(indices), -lr * move, accumulate=True)
+            parameter.index_put_(tuple(sparse.indices()), -lr * move, accumulate=True)

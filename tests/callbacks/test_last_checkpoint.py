@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lightning_bilevel import BilevelError, LastCheckpoint, files
 from lightning_bilevel.__main__ import main
+from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.core.errors import CheckpointError
-from lightning_bilevel.plugin.checkpoints import WholeFileIO
 
 
 class Failing(Weighting):

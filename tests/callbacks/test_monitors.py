@@ -34,11 +34,10 @@ from lightning_bilevel import (
     IVSP,
     BilevelProgressBar,
     Box,
+    CertificateMonitor,
     CertificateReport,
     Envelope,
     FullBatchDataModule,
-    KKTMonitor,
-    MoreauGapMonitor,
     OptimizationBudget,
     PenaltyMonitor,
     PNGBiO,
@@ -48,7 +47,7 @@ from lightning_bilevel import (
 from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 
 ENVELOPE = Envelope(rho=0.1, sigma=1.0, delta=1e-6)
-MONITORS = (MoreauGapMonitor, PenaltyMonitor, KKTMonitor, SolverMonitor)
+MONITORS = (CertificateMonitor, PenaltyMonitor, SolverMonitor)
 
 
 def trainer(tmp_path: Path, **kwargs: Any) -> Trainer:
@@ -105,8 +104,8 @@ def test_monitors_agree_with_an_independent_computation(
     tmp_path: Path, solver: Solver, tolerance: float | None
 ) -> None:
     module = weighting(solver)
-    monitors = [MoreauGapMonitor(tolerance=tolerance), KKTMonitor(tolerance=tolerance)]
-    run = trainer(tmp_path, max_steps=15, precision="64-true", callbacks=monitors)
+    monitor = CertificateMonitor(tolerance=tolerance)
+    run = trainer(tmp_path, max_steps=15, precision="64-true", callbacks=[monitor])
     run.fit(module, datamodule=weighting_data())
     found = {
         name.removeprefix("bilevel/"): float(value) for name, value in run.callback_metrics.items()
@@ -148,8 +147,7 @@ class Watched:
     def __init__(self, solver: Solver, folder: Path) -> None:
         self.module, self.recorder = self.start(solver), Recorder()
         monitors = [
-            MoreauGapMonitor(every_n_steps=3),
-            KKTMonitor(every_n_steps=4),
+            CertificateMonitor(every_n_steps=3),
             SolverMonitor(),
             PenaltyMonitor(),
         ]
@@ -207,13 +205,8 @@ class Resumable:
     """A run of 80 iterations with every monitor."""
 
     def __init__(self, folder: Path) -> None:
-        look: dict[str, Any] = {"every_n_steps": 5, "share": 0}
-        monitors = [
-            MoreauGapMonitor(**look),
-            PenaltyMonitor(),
-            KKTMonitor(**look),
-            SolverMonitor(),
-        ]
+        monitor = CertificateMonitor(every_n_steps=5, share=0)
+        monitors = [monitor, PenaltyMonitor(), SolverMonitor()]
         self.callbacks: list[Any] = [*monitors, CertificateReport()]
         self.folder = folder
 
@@ -250,7 +243,7 @@ def test_everything_goes_on_after_a_resume(tmp_path: Path, stop: int, whole: Res
     for first, second in zip(whole.states(), resumed.states(), strict=True):
         assert same(first, second)
     assert whole.callbacks[1].events
-    assert whole.callbacks[2].best["iteration"] > 0
+    assert whole.callbacks[0].best.iteration > 0
 
 
 class TestPenaltyMonitor:
@@ -327,11 +320,11 @@ class Points(Callback):
         self.points.append(pl_module.point)
 
 
-class TestKKTMonitor:
+class TestBestPoint:
     @every_weighting_solver
     def test_best_point_is_kept_and_restored(self, tmp_path: Path, solver: Solver) -> None:
         logger, points = TensorBoardLogger(tmp_path), Points()
-        monitor = KKTMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9)
+        monitor = CertificateMonitor(restore_best=True, every_n_steps=3, tolerance=1e-9)
         report = CertificateReport()
         module = weighting(solver)
         callbacks = [monitor, report, points]
@@ -347,36 +340,37 @@ class TestKKTMonitor:
         looks, best = series(logger, "kkt_residual"), series(logger, "kkt_best")
         assert list(looks) == list(best) == list(range(3, 31, 3))
         del looks[30]  # the report has written the certificate of the restored point there
-        iteration = monitor.best["iteration"]
+        assert monitor.best is not None
+        iteration = monitor.best.iteration
         for step in looks:
             assert best[step] == min(value for other, value in looks.items() if other <= step)
-        assert best[30] == pytest.approx(monitor.best["kkt"])
-        assert looks.get(iteration, best[30]) == pytest.approx(monitor.best["kkt"])
+        assert best[30] == pytest.approx(monitor.best.kkt)
+        assert looks.get(iteration, best[30]) == pytest.approx(monitor.best.kkt)
         assert torch.equal(module.point[0], points.points[iteration - 1][0])
         assert torch.equal(module.point[1], points.points[iteration - 1][1])
         assert report.certificate is not None
-        assert report.certificate.kkt == pytest.approx(monitor.best["kkt"], rel=1e-6)
+        assert report.certificate.kkt == pytest.approx(monitor.best.kkt, rel=1e-6)
 
     def test_a_later_point_that_is_worse_is_undone(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """PNGBiO's steps do not get shorter: with a long one the run leaves good points again."""
-        monitor, points = KKTMonitor(restore_best=True, every_n_steps=1), Points()
+        monitor, points = CertificateMonitor(restore_best=True, every_n_steps=1), Points()
         module = Weighting(solver=partial(PNGBiO, alpha=0.5, beta=0.5), envelope=ENVELOPE)
         with caplog.at_level(logging.INFO):
             trainer(tmp_path, max_steps=40, callbacks=[monitor, points]).fit(
                 module, datamodule=weighting_data()
             )
-        assert 0 < monitor.best["iteration"] < 40
+        assert monitor.best is not None
+        assert 0 < monitor.best.iteration < 40
         assert not torch.equal(points.points[-1][1], module.point[1])
-        assert (
-            f"KKTMonitor restored the point of iteration {monitor.best['iteration']}" in caplog.text
-        )
+        words = f"CertificateMonitor restored the point of iteration {monitor.best.iteration}"
+        assert words in caplog.text
 
     def test_early_stopping_ends_the_run_at_small_residuals(self, tmp_path: Path) -> None:
         stop = EarlyStopping("bilevel/kkt_residual", stopping_threshold=1.0, patience=1000)
         module = SineProblem(n=30, solver=PAPER)
-        callbacks = [KKTMonitor(), stop]
+        callbacks = [CertificateMonitor(), stop]
         ours = trainer(tmp_path, max_steps=2000, precision="64-true", callbacks=callbacks)
         ours.fit(module, datamodule=FullBatchDataModule(epoch_length=5))
         assert ours.global_step % 5 == 0
@@ -384,10 +378,10 @@ class TestKKTMonitor:
         assert float(ours.callback_metrics["bilevel/kkt_residual"]) <= 1.0
 
     def test_the_certificate_must_come_after_the_restoring(self, tmp_path: Path) -> None:
-        callbacks = [CertificateReport(), KKTMonitor(restore_best=True)]
+        callbacks = [CertificateReport(), CertificateMonitor(restore_best=True)]
         with pytest.raises(
             MisconfigurationException,
-            match=r"`KKTMonitor\(restore_best=True\)` comes after `CertificateReport`",
+            match=r"`CertificateMonitor\(restore_best=True\)` comes after `CertificateReport`",
         ):
             trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(
                 Weighting(), datamodule=weighting_data()
@@ -449,7 +443,7 @@ class TestIntervals:
     def looks(self, tmp_path: Path, steps: int = 20, **kwargs: Any) -> list[int]:
         logger = TensorBoardLogger(tmp_path)
         run = trainer(
-            tmp_path, max_steps=steps, callbacks=[MoreauGapMonitor(**kwargs)], logger=logger
+            tmp_path, max_steps=steps, callbacks=[CertificateMonitor(**kwargs)], logger=logger
         )
         run.fit(Weighting(), datamodule=weighting_data(epoch_length=10))
         return list(series(logger, "violation"))
@@ -467,22 +461,21 @@ class TestIntervals:
                 clock.now += 1.0
                 return super().upper_loss(batch)
 
-        monitors = [MoreauGapMonitor(share=0.2), KKTMonitor(share=0.2)]
+        monitors = [CertificateMonitor(share=0.2)]
         module, logger = Timed(), TensorBoardLogger(tmp_path)
         run = trainer(
             tmp_path, max_steps=100, callbacks=monitors, logger=logger, log_every_n_steps=1
         )
         run.fit(module, datamodule=weighting_data(epoch_length=1))
         assert module.last_step is not None
-        # more than one look, and one evaluation for both monitors; the last one is the look at the
-        # end
+        # more than one look; the last one is the look at the end
         assert 1 < len(series(logger, "violation")) < 100
         assert 0 < module.evaluation_time <= 0.2 * module.last_step.optimization_time + 2
 
-    def test_one_evaluation_serves_all_monitors(
+    def test_each_point_is_evaluated_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import lightning_bilevel.plugin.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         calls = []
         certify = certifier.certify
@@ -491,9 +484,7 @@ class TestIntervals:
             "certify",
             lambda *args, **kwargs: calls.append(1) or certify(*args, **kwargs),
         )
-        monitors = [
-            kind(every_n_steps=10, share=math.inf) for kind in (MoreauGapMonitor, KKTMonitor)
-        ]
+        monitors = [CertificateMonitor(every_n_steps=10, share=math.inf)]
         trainer(tmp_path, max_steps=20, callbacks=monitors).fit(
             Weighting(), datamodule=weighting_data()
         )
@@ -515,7 +506,7 @@ class TestIntervals:
     def test_looking_takes_no_optimisation_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
     ) -> None:
-        import lightning_bilevel.plugin.certifier as certifier
+        import lightning_bilevel.run as certifier
 
         certify = certifier.certify
 
@@ -525,7 +516,7 @@ class TestIntervals:
 
         monkeypatch.setattr(certifier, "certify", slow)
         module = Weighting()
-        trainer(tmp_path, max_steps=5, callbacks=[KKTMonitor(every_n_steps=1)]).fit(
+        trainer(tmp_path, max_steps=5, callbacks=[CertificateMonitor(every_n_steps=1)]).fit(
             module, datamodule=weighting_data()
         )
         assert module.last_step is not None
@@ -539,14 +530,14 @@ class TestWhatIsLeftAlone:
         run = trainer(tmp_path, max_steps=10, callbacks=monitors)
         run.fit(Weighting(solver=BOME), datamodule=weighting_data())
         assert monitors[0].latest is None
-        assert monitors[2].best == {}
+        assert monitors[0].best is None
         assert "bilevel/violation" not in run.callback_metrics
 
     def test_validating_by_itself_is_no_part_of_a_run(self, tmp_path: Path) -> None:
-        monitor = KKTMonitor(share=math.inf)
+        monitor = CertificateMonitor(share=math.inf)
         module, run = Weighting(), trainer(tmp_path, max_steps=10, callbacks=[monitor])
         run.validate(module, datamodule=weighting_data(), verbose=False)
-        assert monitor.best == {}
+        assert monitor.best is None
         run.fit(module, datamodule=weighting_data())
         run.validate(module, datamodule=weighting_data(), verbose=False)
         assert "bilevel/kkt_residual" not in run.callback_metrics
@@ -595,7 +586,7 @@ def test_hyperparameters_and_final_metrics(tmp_path: Path) -> None:
 def test_progress_bar_shows_the_time_left(tmp_path: Path) -> None:
     bar, module = BilevelProgressBar(), weighting(SOLVERS["bome"])
     budget = OptimizationBudget("1h")
-    callbacks = [bar, budget, MoreauGapMonitor(share=math.inf)]
+    callbacks = [bar, budget, CertificateMonitor(share=math.inf)]
     run = trainer(tmp_path, max_steps=20, callbacks=callbacks, enable_progress_bar=True)
     run.fit(module, datamodule=weighting_data())
     shown = bar.get_metrics(run, module)

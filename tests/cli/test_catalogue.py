@@ -10,7 +10,8 @@ import yaml
 from places import CONFIGS
 
 import lightning_bilevel
-from lightning_bilevel.__main__ import OVERVIEW, main
+from lightning_bilevel import __main__ as program
+from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import TASKS, folder, ready, with_ready_configs
 
@@ -37,7 +38,8 @@ def test_alone_it_explains_itself_in_a_screen(
 
 
 def test_the_command_that_it_names_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (named,) = (line for line in OVERVIEW.splitlines() if line.startswith("  lightning-bilevel "))
+    overview = str(program.__doc__).splitlines()
+    (named,) = (line for line in overview if line.startswith("  lightning-bilevel "))
     with pytest.raises(SystemExit) as stop:
         main([*named.split()[1:], "--print_config"])
     assert stop.value.code == 0

@@ -21,12 +21,11 @@ from running import trainer
 
 from lightning_bilevel import BOME, IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.optimization_budget import seconds
+from lightning_bilevel.callbacks.budget import seconds
 from lightning_bilevel.cli import compare as compare_module
 from lightning_bilevel.cli import results as results_module
 from lightning_bilevel.cli.compare import TRAINER, Method, Recorder, compare
-from lightning_bilevel.cli.results import MethodResult, draw, write_results
-from lightning_bilevel.plotting import PALETTE, scale
+from lightning_bilevel.cli.results import MethodResult, draw, scale, write_results
 
 pytestmark = pytest.mark.integration
 
@@ -178,7 +177,7 @@ def test_an_interrupted_method_goes_on(
 
 
 def test_a_comparison_has_its_own_callbacks(tmp_path: Path, small: Path) -> None:
-    mine = ["KKTMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}]
+    mine = ["CertificateMonitor", "TQDMProgressBar", {"class_path": "ModelCheckpoint"}]
     edited(small / "ivsp.yaml", "trainer", "callbacks", value=mine)
     edited(small / "ivsp.yaml", "budget", value="1ms")  # of a fit
     seen: list[list[str]] = []
@@ -246,29 +245,6 @@ def test_a_wrong_constant_ends_with_its_sentence(tmp_path: Path, small: Path, ca
         main(["compare", str(small), "--out", str(tmp_path / "out")])
     assert stop.value.code == 1
     assert "`rho=2.0` must be smaller than 1/sigma = 1" in capsys.readouterr().err
-
-
-def test_different_tasks_may_be_forced_and_have_starts_of_their_own(
-    tmp_path: Path, small: Path
-) -> None:
-    edited(small / "bome.yaml", "model", "init_args", "n", value=11)
-    out = tmp_path / "out"
-    main(
-        [
-            "compare",
-            str(small),
-            "--allow-different-tasks",
-            "--budget",
-            "50ms",
-            "--out",
-            str(out),
-            "--evaluations",
-            "1",
-        ]
-    )
-    starts = {row["method"]: row["x_error"] for row in rows(out) if row["iteration"] == "0"}
-    assert set(starts) == {row["method"] for row in rows(out)} == {"ivsp", "bome"}
-    assert starts["ivsp"] != starts["bome"]
 
 
 def test_two_configs_of_one_name(tmp_path: Path, small: Path, capsys: Any) -> None:
@@ -409,16 +385,9 @@ def test_files_have_every_method_and_mark_the_best(
     loss = draw(results, ["loss"], "title").axes[0]
     lines = {line.get_label(): line for line in loss.lines}
     assert list(lines) == ["a", "MEHA", "SLM", "BOME", "e"]  # two of one solver have their names
-    assert lines["a"].get_color() == lines["e"].get_color() == PALETTE["vermillion"]
+    assert lines["a"].get_color() == lines["e"].get_color() == "#D55E00"
     assert lines["a"].get_linestyle() != lines["e"].get_linestyle()
-    assert lines["a"].get_zorder() > lines["MEHA"].get_zorder()
     assert loss.get_yscale() == "log"
-    short = draw(
-        [MethodResult("a", "IVSP", [row(i, i, 1, loss=0.04 * i) for i in range(1, 16)])],
-        ["loss"],
-        "",
-    ).axes[0]
-    assert {0.05, 0.1, 0.2, 0.5} <= {round(tick, 3) for tick in short.get_yticks()}
     assert loss.get_xlim()[0] == 0.0  # the start is in the picture
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.multiplier import least_squares_multiplier, smallest_residual
+from lightning_bilevel.core.multiplier import Lagrangian, minimiser
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.qualification import StrictlyConvex
-from lightning_bilevel.core.sets import Box
+from lightning_bilevel.core.sets import Box, Free
 from lightning_bilevel.reading import reading
 from lightning_bilevel.table import table
 
@@ -138,8 +139,8 @@ def test_least_squares_multiplier_beats_a_fine_grid(case: tuple[int, int, int, f
         (lambda m: max(5.0 - m, 0.0), 5.0),  # a whole half-line of minimisers
     ],
 )
-def test_least_squares_multiplier_of_known_functions(stationarity, expected: float) -> None:
-    assert least_squares_multiplier(stationarity) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+def test_minimiser_of_known_functions(stationarity, expected: float) -> None:
+    assert minimiser(stationarity) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_an_evaluation_is_not_counted() -> None:
@@ -322,11 +323,16 @@ class TestTable:
 
     def test_as_dict_is_json(self) -> None:
         certificate = self.certificate()
-        again = Certificate(**json.loads(json.dumps(certificate.as_dict())))
-        assert again == certificate
-        assert set(certificate.as_dict()) == {
-            field.name for field in dataclasses.fields(Certificate)
+        saved = certificate.as_dict()
+        assert json.loads(json.dumps(saved)) == saved
+        # What is stored, and what follows from it.
+        stored = {field.name for field in dataclasses.fields(Certificate)}
+        assert stored < set(saved)
+        assert {name: getattr(certificate, name) for name in set(saved) - {"envelope"}} == {
+            name: value for name, value in saved.items() if name != "envelope"
         }
+        assert saved["envelope"] == {"rho": 1.0, "sigma": 0.0, "delta": 0.01}
+        assert {"rho", "kkt", "feasibility", "gap", "constraints"} < set(saved)
 
 
 def test_certify_does_not_need_gradients_to_be_enabled() -> None:
@@ -390,23 +396,25 @@ def test_the_smallest_residual_beats_a_fine_grid(case: tuple[int, int, int, floa
 
 
 @pytest.mark.parametrize(
-    ("stationarity", "residual", "multiplier", "expected"),
+    ("slopes", "residual", "multiplier", "expected"),
     [
         # |m - 6| and m/2 are equal at m = 4
-        (lambda m: abs(m - 6.0), 0.5, 9.0, 2.0),
-        (lambda m: abs(m - 6.0), -0.5, 9.0, 2.0),
+        ((-6.0, 1.0), 0.5, 9.0, 2.0),
+        ((-6.0, 1.0), -0.5, 9.0, 2.0),
         # A feasible point with R = 0: complementarity never counts.
-        (lambda m: abs(m - 6.0), 0.0, 9.0, 0.0),
+        ((-6.0, 1.0), 0.0, 9.0, 0.0),
         # The violation itself is the largest.
-        (lambda m: abs(m - 0.1), 5.0, 0.0, 5.0),
+        ((-0.1, 1.0), 5.0, 0.0, 5.0),
         # The known multiplier is as good as any.
-        (lambda m: 0.0, 0.0, 7.0, 0.0),
+        ((0.0, 0.0), 0.0, 7.0, 0.0),
     ],
 )
-def test_the_smallest_residual_of_known_functions(
-    stationarity, residual: float, multiplier: float, expected: float
+def test_the_smallest_residual_by_hand(
+    slopes: tuple[float, float], residual: float, multiplier: float, expected: float
 ) -> None:
-    got = smallest_residual(stationarity, residual, multiplier)
+    grad_f, grad_r = (torch.tensor([slope], dtype=torch.float64) for slope in slopes)
+    residuals = Residuals((residual,), (grad_r,))
+    got = Lagrangian(Free(), 0 * grad_f, grad_f, residuals).smallest_kkt([multiplier])
     assert expected <= got <= expected + 1e-3
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_bilevel.core.differences import difference_curvature, difference_products
+from lightning_bilevel.core.curvature import difference_curvature, difference_products
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.lower import LowerLevel, LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem, Calls

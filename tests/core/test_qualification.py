@@ -1,4 +1,4 @@
-"""Sufficient conditions for the constraint qualification, against examples where R is known."""
+"""What the theorem asks for: conditions against examples where R is known, and the verdict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers import gap_at
+from torch import Tensor
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
@@ -17,7 +18,7 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork,
     StrictlyConvex,
     cross_entropy_bound,
-    judge,
+    theorem,
 )
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, Product
 
@@ -224,22 +225,60 @@ class TestCrossEntropyBound:
         assert float(loss) == pytest.approx(bound - math.log(4) + math.log(3), rel=1e-6)
 
 
-class TestJudge:
-    def test_words_are_kept(self) -> None:
-        assert judge("nobody knows", PAPER, HUNDRED, HUNDRED) == "nobody knows"
+HOLDS = "holds: because"
+FAILS = "fails: because"
+UNKNOWN = "not known"
 
-    def test_a_function_of_the_envelope(self) -> None:
-        def said(envelope: Envelope) -> str:
-            return f"holds: rho is {envelope.rho}"
 
-        assert judge(said, PAPER, HUNDRED, HUNDRED) == "holds: rho is 0.5"
+class Line:
+    """A user's set that does not say whether it is bounded."""
 
-    def test_a_condition_is_given_y_then_x(self) -> None:
-        class Both(Condition):
-            def __call__(
-                self, envelope: Envelope, lower_set: ConvexSet, upper_set: ConvexSet
-            ) -> str:
-                return f"holds: {lower_set!r} below {upper_set!r}"
+    def project(self, v: Tensor) -> Tensor:
+        return v.clamp(0.0, 1.0)
 
-        words = judge(Both(), PAPER, Box(0, 1), Free())
-        assert words == "holds: Box(0, 1) below Free()"
+    def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
+        return float(torch.linalg.vector_norm(gradient))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "upper_set", "lower_set", "kinks", "words"),
+    [
+        (HOLDS, Box(0, 1), Ball(), [], "applies, if the gradients of f and g are Lipschitz"),
+        (UNKNOWN, Box(0, 1), Ball(), [], "not known: the constraint qualification"),
+        (FAILS, Box(0, 1), Ball(), [], "does not apply: the constraint qualification fails"),
+        (HOLDS, Box(0, 1), Free(), [], "does not apply: Y is unbounded"),
+        (HOLDS, Box(0.0, torch.inf), Ball(), [], "does not apply: X is unbounded"),
+        (HOLDS, Free(), Free(), [], "does not apply: X and Y are unbounded"),
+        (UNKNOWN, Ball(), Free(), [], "does not apply: Y is unbounded"),
+        (HOLDS, Ball(), Ball(), ["ReLU"], "does not apply: ReLU is not differentiable"),
+        (
+            HOLDS,
+            Ball(),
+            Ball(),
+            ["ReLU", "max-pooling"],
+            "does not apply: ReLU and max-pooling are not differentiable",
+        ),
+        (
+            FAILS,
+            Free(),
+            Ball(),
+            ["ReLU"],
+            "does not apply: X is unbounded, ReLU is not differentiable, the constraint "
+            "qualification fails",
+        ),
+        (HOLDS, Box(0, 1), Line(), [], "not known: whether Y is bounded"),
+        (
+            UNKNOWN,
+            Line(),
+            Ball(),
+            [],
+            "not known: whether X is bounded, the constraint qualification",
+        ),
+        (HOLDS, Line(), Free(), [], "does not apply: Y is unbounded"),
+    ],
+)
+def test_theorem(
+    verdict: str, upper_set: ConvexSet, lower_set: ConvexSet, kinks: list[str], words: str
+) -> None:
+    assert isinstance(Line(), ConvexSet)
+    assert theorem(verdict, upper_set, lower_set, kinks) == words

@@ -11,10 +11,11 @@ from lightning_bilevel.core.sets import (
     Ball,
     Box,
     ConvexSet,
+    Face,
     Free,
     Product,
-    Scaled,
     Simplex,
+    face_at,
     is_bounded,
 )
 
@@ -28,13 +29,11 @@ SETS: dict[str, ConvexSet] = {
     "point": Box(0.3, 0.3),
     "nonnegative": Box(0.0, torch.inf),
     "ball": Ball(1.3),
+    "ball around all": Ball(100.0),
     "ball elsewhere": Ball(0.7, [1.0, -1.0, 0.5, 0.0, 2.0, 0.0]),
     "simplex": Simplex(),
     "simplex of 3": Simplex(3.0),
     "product": Product([Box(-1.0, 1.0), Simplex(2.0), Ball(0.5)], [1, 3, 2]),
-    "scaled box": Scaled(Box(-1.0, 0.5), 0.1),
-    "scaled ball": Scaled(Ball(2.0, 0.5), 3.0),
-    "scaled product": Scaled(Product([Simplex(), Box(0.0, 0.7)], [3, 3]), 7.0),
 }
 every_set = pytest.mark.parametrize("convex_set", SETS.values(), ids=SETS.keys())
 both_dtypes = pytest.mark.parametrize(
@@ -116,8 +115,6 @@ class TestProjection:
             "product",
             lambda v: torch.maximum((v[1:4].sum() - 2.0).abs(), torch.relu(v[4:].norm() - 0.5)),
         ),
-        ("scaled box", lambda v: torch.relu(torch.maximum(-10.0 - v, v - 5.0)).max()),
-        ("scaled ball", lambda v: torch.relu((3.0 * v - 0.5).norm() - 2.0)),
     ],
 )
 def test_projection_lies_in_the_set(name: str, violation, dtype: torch.dtype) -> None:
@@ -231,16 +228,35 @@ def test_product_is_its_blocks_side_by_side() -> None:
         assert product.normal_cone_distance(p, d) == pytest.approx(np.hypot(*parts))
 
 
-@pytest.mark.parametrize("name", ["box", "ball elsewhere", "simplex", "nonnegative"])
-@pytest.mark.parametrize("unit", [0.01, 1.0, 30.0])
-def test_scaled_is_the_set_in_other_units(name: str, unit: float) -> None:
-    base = SETS[name]
-    for v in vectors(10):
-        torch.testing.assert_close(Scaled(base, unit).project(v / unit) * unit, base.project(v))
-        p = base.project(v)
-        assert Scaled(base, unit).normal_cone_distance(p / unit, v) == pytest.approx(
-            base.normal_cone_distance(p, v), rel=1e-6
-        )
+@every_set
+@pytest.mark.parametrize("seed", range(4))
+def test_the_face_has_the_limit_of_difference_quotients(convex_set: ConvexSet, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    u, v, w = (torch.randn(N, generator=generator, dtype=torch.float64) for _ in range(3))
+    face = face_at(convex_set, u)
+    t = 1e-6
+    quotient = (convex_set.project(u + t * v) - convex_set.project(u - t * v)) / (2 * t)
+    torch.testing.assert_close(face.differential(v), quotient, rtol=1e-7, atol=1e-8)
+    # T is an orthogonal projection.
+    torch.testing.assert_close(face.tangent(face.tangent(v)), face.tangent(v))
+    assert float(w @ face.tangent(v)) == pytest.approx(float(v @ face.tangent(w)), abs=1e-12)
+
+
+def test_a_point_at_a_bound_without_a_force_is_free() -> None:
+    face = face_at(Box(0.0, 1.0), torch.tensor([0.0, 1.0, -1e-9, 2.0]))
+    assert face.tangent(torch.ones(4)).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_set_of_the_user_needs_a_face_for_hypergradients() -> None:
+    with pytest.raises(TypeError, match=r"projection onto Silent\(\) is not known: hypergradients"):
+        face_at(Product([Free(), Silent()], [1, 1]), torch.zeros(2))
+
+    class Line(Silent):
+        def face(self, u: Tensor) -> Face:
+            return Face(lambda v: 0 * v)
+
+    face = face_at(Product([Free(), Line()], [1, 1]), torch.zeros(2))
+    assert face.differential(torch.ones(2)).tolist() == [1.0, 0.0]
 
 
 @every_set
@@ -257,7 +273,6 @@ def test_sets_satisfy_the_protocol(convex_set: ConvexSet) -> None:
         (Ball(2.0), "Ball(radius=2, center=0)"),
         (Simplex(), "Simplex(total=1)"),
         (Product([Free(), Simplex()], [1, 2]), "Product([Free(), Simplex(total=1)], [1, 2])"),
-        (Scaled(Box(0.0, torch.inf), 0.1), "Scaled(Box(0, inf), unit=0.1)"),
     ],
 )
 def test_repr(convex_set: ConvexSet, text: str) -> None:
@@ -311,9 +326,6 @@ class Silent:
         (Product([Box(0, 1), Free()], [1, 2]), False),
         (Product([Silent(), Free()], [1, 2]), False),
         (Product([Silent(), Ball()], [1, 2]), None),
-        (Scaled(Ball(), 3.0), True),
-        (Scaled(Free(), 3.0), False),
-        (Scaled(Silent(), 3.0), None),
         (Silent(), None),
     ],
     ids=repr,

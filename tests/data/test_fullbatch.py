@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import (
     Chunks,
-    CleaningData,
+    DatasetCleaning,
     FewShot,
     FullBatchDataModule,
     GlyphEpisodes,
@@ -181,8 +181,8 @@ class TestPredict:
 
     def test_ready_modules(self, tmp_path: Any) -> None:
         images, labels = torch.rand(15, 1, 8, 8), torch.arange(15) % 3
-        sets = [TensorDataset(images[i::3], labels[i::3]) for i in range(3)]
-        data = CleaningData.from_datasets(*sets, chunk_size=2)
+        sets: Any = [TensorDataset(images[i::3], labels[i::3]) for i in range(3)]
+        data = DatasetCleaning(*sets, chunk_size=2)
         module: Any = HyperCleaning(n_train=5, inputs=64, hidden=4, classes=3)
         found = trainer(tmp_path).predict(module, datamodule=data)
         assert [tuple(part.shape) for part in found or []] == [(2, 3), (2, 3), (1, 3)]

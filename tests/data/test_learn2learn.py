@@ -1,4 +1,4 @@
-"""learn2learn's tasks are our episodes and vice versa: `-m learn2learn`, where it is installed."""
+"""learn2learn's tasks are our episodes: `-m learn2learn`, where it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning_bilevel import (
     BOME,
     Episodes,
     FewShot,
-    GlyphEpisodes,
     TaskEpisodes,
     draw_glyphs,
 )
@@ -79,18 +78,3 @@ def test_a_taskset_is_a_source_of_fresh_episodes(tmp_path: Path) -> None:
     run.fit(module, datamodule=data)
     assert run.global_step == 5
     assert "val_error" in run.callback_metrics
-
-
-def test_our_episodes_are_tasks_for_learn2learn() -> None:
-    from learn2learn.data import partition_task
-
-    data = GlyphEpisodes(
-        ways=3, shots=1, queries=2, n_train=2, n_validation=1, n_test=1, image_size=16
-    )
-    data.setup()
-    images, labels = next(data.validation.tasks())
-    (support, support_labels), (query, query_labels) = partition_task(images, labels, shots=1)
-    assert torch.equal(support, data.validation.support[0])
-    assert torch.equal(support_labels, data.validation.support_labels[0])
-    assert torch.equal(query, data.validation.query[0])
-    assert torch.equal(query_labels, data.validation.query_labels[0])

@@ -10,14 +10,14 @@ from running import trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import CleaningData, HyperCleaning
-from lightning_bilevel.data.cleaning import Table, as_it_is
+from lightning_bilevel import DatasetCleaning, HyperCleaning
+from lightning_bilevel.data.cleaning import Table
 from lightning_bilevel.stochastic import F2SA
 
 
-def data(**options: Any) -> CleaningData:
+def data(**options: Any) -> DatasetCleaning:
     torch.manual_seed(0)
-    return CleaningData.from_datasets(
+    return DatasetCleaning(
         TensorDataset(torch.rand(23, 1, 2, 2), torch.arange(23) % 4),
         TensorDataset(torch.rand(9, 1, 2, 2), torch.arange(9) % 4),
         **{"corruption": 0.4, "batch_size": 5, **options},
@@ -54,7 +54,7 @@ def test_the_upper_level_may_have_a_size_of_its_own() -> None:
 
 def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
     tensors = torch.rand(7, 2), torch.arange(7)
-    ours = DataLoader(Table(*tensors), 3, collate_fn=as_it_is)
+    ours = DataLoader(Table(*tensors), 3, collate_fn=tuple)
     theirs = DataLoader(TensorDataset(*tensors), 3)
     for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
@@ -68,7 +68,7 @@ def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
         ({"upper_batch_size": 0}, r"`DatasetCleaning\(upper_batch_size=0\)` must be at least 1"),
         (
             {"batch_size": None, "upper_batch_size": 3},
-            r"`DatasetCleaning\(upper_batch_size=3\)` needs `batch_size` too",
+            r"upper_batch_size=3, growing=None\)`: mini-batches are for both levels",
         ),
     ],
 )

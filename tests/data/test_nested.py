@@ -11,27 +11,27 @@ import torch
 from modules import samples
 
 from lightning_bilevel import Chunks, DigitsCleaning, Growing
-from lightning_bilevel.data.growing import NestedSample, stratified_permutation
+from lightning_bilevel.data.fullbatch import NestedSample, stratified_permutation
 
 CLASSES = torch.tensor([0] * 60 + [1] * 30 + [7] * 10)
 
 
-@pytest.mark.parametrize("classes", [None, CLASSES])
-def test_each_sample_comes_once_and_the_seed_alone_decides(classes: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("classes", [torch.zeros(100), CLASSES])
+def test_each_sample_comes_once_and_the_seed_alone_decides(classes: torch.Tensor) -> None:
     state = torch.get_rng_state()
-    first = stratified_permutation(100, 3, classes)
+    first = stratified_permutation(classes, 3)
     torch.rand(5)
-    assert torch.equal(first, stratified_permutation(100, 3, classes))
+    assert torch.equal(first, stratified_permutation(classes, 3))
     assert first.sort().values.tolist() == list(range(100))
-    assert not torch.equal(first, stratified_permutation(100, 4, classes))
+    assert not torch.equal(first, stratified_permutation(classes, 4))
     torch.set_rng_state(state)
-    stratified_permutation(100, 3, classes)
+    stratified_permutation(classes, 3)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_beginning_has_each_class_by_its_share(seed: int) -> None:
-    order = stratified_permutation(100, seed, CLASSES)
+    order = stratified_permutation(CLASSES, seed)
     for size in range(1, 101):
         taken = CLASSES[order[:size]]
         for label, share in ((0, 0.6), (1, 0.3), (7, 0.1)):
@@ -39,7 +39,7 @@ def test_every_beginning_has_each_class_by_its_share(seed: int) -> None:
 
 
 def test_within_a_class_every_sample_may_come_first() -> None:
-    first = {int(stratified_permutation(100, seed, CLASSES)[0]) for seed in range(200)}
+    first = {int(stratified_permutation(CLASSES, seed)[0]) for seed in range(200)}
     assert len(first) > 40
 
 
@@ -132,6 +132,6 @@ class TestRefusals:
 
     def test_mini_batches(self) -> None:
         with pytest.raises(
-            ValueError, match=r"`DigitsCleaning\(growing=..., batch_size=8\)` must be given one of"
+            ValueError, match=r"`DigitsCleaning\(batch_size=8, .*`: .*`growing` is for full batches"
         ):
             DigitsCleaning(growing=Growing(), batch_size=8)

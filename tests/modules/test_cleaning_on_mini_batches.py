@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import F2SA as ExactF2SA
-from lightning_bilevel import IVSP, CleaningData, Envelope, HyperCleaning
+from lightning_bilevel import IVSP, DatasetCleaning, Envelope, HyperCleaning
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.modules.networks import MLP
@@ -33,9 +33,9 @@ def module(**options: Any) -> HyperCleaning:
     return HyperCleaning(n_train=23, classifier=MLP(4, 6, 4), classes=4, **{**METHOD, **options})
 
 
-def data() -> CleaningData:
+def data() -> DatasetCleaning:
     torch.manual_seed(0)
-    return CleaningData.from_datasets(
+    return DatasetCleaning(
         TensorDataset(torch.rand(23, 1, 2, 2), torch.arange(23) % 4),
         TensorDataset(torch.rand(9, 1, 2, 2), torch.arange(9) % 4),
         corruption=0.4,

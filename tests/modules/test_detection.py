@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_bilevel import missed_errors
-from lightning_bilevel.modules.detection import detection
+from lightning_bilevel.modules.reweighting import detection
 
 WRONG = torch.tensor([True, True, True, False, False, False, False])
 

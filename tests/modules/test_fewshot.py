@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 from running import events, trainer
 from torch import Tensor
@@ -289,21 +288,14 @@ def test_it_learns_and_shows_episodes(tmp_path: Path) -> None:
     metrics = run.callback_metrics
     assert float(metrics["val_error"]) < 0.4  # chance is 0.667
     assert {"val_loss", "val_error", "test_loss", "test_error"} <= metrics.keys()
-    assert {f"validation episode {i}" for i in range(3)} <= set(
-        events(logger.log_dir).Tags()["images"]
-    )
+    assert "validation episode" in events(logger.log_dir).Tags()["images"]
     run.test(ours, datamodule=source)
     assert float(run.callback_metrics["test_error"]) == pytest.approx(float(metrics["test_error"]))
-
-
-def test_the_encoder_refuses_what_it_cannot_shrink() -> None:
-    with pytest.raises(ValueError, match=r"`Conv4\(image_size=12\)` must be at least 16"):
-        Conv4(image_size=12)
 
 
 @pytest.mark.parametrize("given", [{"tasks": 4}, {"ways": 4}])
 def test_data_that_do_not_fit_are_refused_before_training(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(MisconfigurationException, match=r"given 5 training episodes .* of 3"):
+    with pytest.raises(ValueError, match=r"given 5 training episodes .* of 3"):
         trainer(tmp_path, max_epochs=1).fit(module(**given), datamodule=data())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from lightning_bilevel import BOME, CleaningData, Envelope, HyperCleaning
+from lightning_bilevel import BOME, DatasetCleaning, Envelope, HyperCleaning
 
 
 def blobs(count: int, seed: int) -> TensorDataset:
@@ -29,8 +29,8 @@ def blobs(count: int, seed: int) -> TensorDataset:
     return TensorDataset(images.view(count, 1, 2, 2), labels)
 
 
-def data(n_train: int = 60, **options: Any) -> CleaningData:
-    return CleaningData.from_datasets(
+def data(n_train: int = 60, **options: Any) -> DatasetCleaning:
+    return DatasetCleaning(
         blobs(n_train, 1),
         blobs(50, 2),
         blobs(40, 3),
@@ -93,7 +93,8 @@ def test_it_separates_clean_from_corrupted(tmp_path: Any) -> None:
     assert Path(logger.log_dir, "suspicious.png").read_bytes().startswith(b"\x89PNG")
     figure = ours.suspicious_figure(*source.lower[:2], count=10)
     (axis,) = figure.axes
-    assert len(axis.get_images()) == 10
+    (image,) = axis.get_images()
+    assert image.get_array().shape == (2 * 3, 8 * 3, 3)  # two rows of eight, room for the labels
     assert [int(text.get_text().split()[0]) for text in axis.texts] == source.lower[1][
         ours.suspicious(10)
     ].tolist()

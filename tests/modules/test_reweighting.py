@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_bilevel import (
     BOME,
     ClassWeights,
-    CleaningData,
+    DatasetCleaning,
     HyperCleaning,
     Numbered,
     Reweighting,
@@ -31,8 +31,8 @@ from lightning_bilevel import (
     SourceWeights,
     WeightNet,
 )
-from lightning_bilevel.modules.detection import detection
 from lightning_bilevel.modules.networks import MLP
+from lightning_bilevel.modules.reweighting import detection
 from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
 
 
@@ -121,7 +121,7 @@ def test_it_is_hyper_cleaning_with_the_weighted_mean_bit_for_bit(tmp_path: Path)
         "lower_scheduler": cosine,
     }
     for ready in (True, False):
-        data = CleaningData.from_datasets(
+        data = DatasetCleaning(
             TensorDataset(inputs, labels), TensorDataset(*blobs(12, 2)), batch_size=16
         )
         module: Any
@@ -343,8 +343,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path, kind:
 # What is logged
 
 
-def data_module(**options: Any) -> CleaningData:
-    return CleaningData.from_datasets(
+def data_module(**options: Any) -> DatasetCleaning:
+    return DatasetCleaning(
         TensorDataset(*blobs(60, 1)),
         TensorDataset(*blobs(30, 2)),
         TensorDataset(*blobs(50, 3)),

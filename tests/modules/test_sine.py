@@ -84,31 +84,19 @@ class TestQualification:
         assert certificate.prox_stationarity <= certificate.stationarity_bound
 
     @pytest.mark.parametrize(
-        ("delta", "words"),
+        ("envelope", "words"),
         [
-            (0.49, "fails: the gap is periodic"),
-            (
-                0.4901,
-                "holds: delta = 0.4901 exceeds the largest gap, 0.4901, so R <= 0 excludes no "
-                "point",
-            ),
+            (Envelope(rho=0.5, sigma=1.0, delta=0.49), "fails: the gap is periodic"),
+            # Above the largest gap; and where the proximal point need not be unique.
+            (Envelope(rho=0.5, sigma=1.0, delta=0.4901), "not known: for rho = 0.5 and delta = 0."),
+            (Envelope(rho=1.0, sigma=0.9, delta=1e-3), "not known: for rho = 1 and delta = 0.001"),
         ],
     )
-    def test_a_delta_above_the_largest_gap_excludes_nothing(self, delta: float, words: str) -> None:
+    def test_it_is_known_below_the_largest_gap(self, envelope: Envelope, words: str) -> None:
         module = SineProblem(n=2, solver=BOME).double()
-        envelope = Envelope(rho=0.5, sigma=1.0, delta=delta)
         certificate = module.certify(batch={"upper": None, "lower": None}, envelope=envelope)
         assert certificate is not None
         assert certificate.qualification.startswith(words)
-
-    def test_a_rho_above_1(self) -> None:
-        module = SineProblem(n=2, solver=BOME).double()
-        envelope = Envelope(rho=1.0, sigma=0.9, delta=1e-3)
-        certificate = module.certify(batch={"upper": None, "lower": None}, envelope=envelope)
-        assert certificate is not None
-        assert certificate.qualification == (
-            "not known: rho = 1 is not below 1, so z need not be unique"
-        )
 
     @pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
     def test_no_point_has_a_larger_gap(self, rho: float) -> None:

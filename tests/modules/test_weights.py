@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -110,22 +109,14 @@ def test_the_step_of_a_weight_depends_neither_on_n_nor_on_the_size_of_the_batch(
 IDS = ["a,b", "ü\n", '"', "d"]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".CSV"])
 @pytest.mark.parametrize("ids", [None, IDS])
-def test_an_export_is_read_back_to_the_last_bit(
-    tmp_path: Path, suffix: str, ids: list[str] | None
-) -> None:
+def test_an_export_is_read_back_to_the_last_bit(tmp_path: Path, ids: list[str] | None) -> None:
     weights = filled(SampleWeights(4))
-    path = tmp_path / f"weights{suffix}"
+    path = tmp_path / "weights.csv"
     weights.export(path, ids)
-    if suffix == ".jsonl":
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    else:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == (
-        ids or ([0, 1, 2, 3] if suffix == ".jsonl" else ["0", "1", "2", "3"])
-    )
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == (ids or ["0", "1", "2", "3"])
     read = torch.tensor([float(row["weight"]) for row in rows])
     assert torch.equal(read, weights.values())
     assert list(tmp_path.iterdir()) == [path]
@@ -134,7 +125,7 @@ def test_an_export_is_read_back_to_the_last_bit(
 def test_rows_make_a_frame() -> None:
     rows = SourceWeights(2).rows(["web", "books"])
     assert rows == [{"id": "web", "weight": 1.0}, {"id": "books", "weight": 1.0}]
-    assert SampleWeights(2).rows(torch.tensor([7, 5]))[0] == {"id": 7, "weight": 0.5}  # type: ignore[arg-type]
+    assert SampleWeights(2).rows([7, 5])[0] == {"id": 7, "weight": 0.5}
 
 
 def test_a_write_that_fails_leaves_the_old_file(

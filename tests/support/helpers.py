@@ -8,7 +8,7 @@ scalar equation), and with it the gap R.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.core.moreau import MoreauPoint, evaluate_gap
 from lightning_bilevel.core.prox import precise_prox
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 Vector = np.ndarray[Any, Any]
 
@@ -145,6 +146,15 @@ def point_of(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
         for group in optimizer.param_groups
     )
     return x, y
+
+
+def advance(optimizer: IVSP, problem: BilevelProblem, steps: int) -> list[PenaltyInfo]:
+    return [optimizer.step(problem=problem) for _ in range(steps)]
+
+
+def facts(info: StepInfo) -> dict[str, Any]:
+    """All of a record but its time."""
+    return {name: value for name, value in asdict(info).items() if name != "optimization_time"}
 
 
 def gap_at(problem: BilevelProblem, x: Tensor, y: Tensor, envelope: Envelope) -> MoreauPoint:

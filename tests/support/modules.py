@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import (
     IVSP,
+    BilevelMixin,
     BilevelModule,
     Box,
     FullBatchDataModule,
-    IVSPMixin,
     SolverCallable,
 )
 
@@ -131,7 +131,7 @@ def weighting_data(epoch_length: int = 10, count: int = 30) -> FullBatchDataModu
     )
 
 
-class Cleaner(IVSPMixin, LightningModule):
+class Cleaner(BilevelMixin, LightningModule):
     """README's module: the mixin before LightningModule, and neither validation nor test."""
 
     def __init__(self, n_train: int, solver: SolverCallable = IVSP) -> None:

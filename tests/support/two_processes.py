@@ -27,11 +27,10 @@ from torch import nn
 from lightning_bilevel import (
     BilevelProgressBar,
     Box,
+    CertificateMonitor,
     CertificateReport,
     FullBatchDataModule,
-    KKTMonitor,
     LastCheckpoint,
-    MoreauGapMonitor,
     OptimizationBudget,
     PenaltyMonitor,
     SolverMonitor,
@@ -93,7 +92,7 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
         },
         "early stopping": {
             "callbacks": [
-                KKTMonitor(),
+                CertificateMonitor(),
                 EarlyStopping("bilevel/kkt_residual", patience=2),
                 CertificateReport(),
             ]
@@ -104,8 +103,7 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
         },
         "all": {
             "callbacks": [
-                MoreauGapMonitor(every_n_steps=2),
-                KKTMonitor(restore_best=True),
+                CertificateMonitor(every_n_steps=2, restore_best=True),
                 PenaltyMonitor(),
                 SolverMonitor(),
                 OptimizationBudget("20s"),

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bilevel import IVSP, BilevelModule, Box, IVSPMixin
+from lightning_bilevel import IVSP, BilevelMixin, BilevelModule, Box
 
 
 class Right(BilevelModule):
@@ -42,7 +42,7 @@ class OneLevel(LightningModule):
     """Without the mixin."""
 
 
-class NoModule(IVSPMixin):
+class NoModule(BilevelMixin):
     """Without LightningModule."""
 
 

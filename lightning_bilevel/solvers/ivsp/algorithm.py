@@ -42,7 +42,8 @@ class IVSPMethod(IVSPConstants, Method[State]):
         self, problem: BilevelProblem, x: Tensor, y: Tensor, units: tuple[float, float]
     ) -> State:
         """Estimate the missing constants."""
-        c, unit = choose(problem, x, y, self, units)
+        given = IVSPConstants(**self.plain())  # what a checkpoint makes again
+        c, unit = choose(problem, x, y, given, units)
         return State(
             x=x,
             y=y,

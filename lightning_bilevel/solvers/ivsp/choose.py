@@ -20,7 +20,7 @@ Every choice scales with f, and with g and delta together, so that their units d
   is given.
 - ``c2``: :math:`10^{-4} \|\nabla f\| / L_{\text{init}}`: the paper's test strengthens the penalty
   only after the steps have become ten thousand times shorter. Before that the penalty follows the
-  multiplier (:meth:`~lightning_bilevel.solvers.ivsp.rules.Own.next_penalty`).
+  multiplier (:meth:`~lightning_bilevel.solvers.ivsp.adaptive.AdaptiveRules.next_penalty`).
 - further residuals: ``gamma0`` compares f with the largest of their gradients and that of R, and
   ``L_init`` grows by their squares, the curvature of their smoothing.
 - ``L_xy``: :math:`\|\nabla_x g(x, y) - \nabla_x g(x, z)\| / \|y - z\|`.

@@ -78,7 +78,7 @@ class IVSPConstants(Constants):
     B_R: float = nonnegative(None)
     theta_low: float = positive(1e-24)
     theta_hat: float = between(1.99, 0, 2)
-    smoothing: SmoothingName = choice("huber", "huber", "softplus")  # noqa: RUF009
+    smoothing: SmoothingName = choice("huber", "huber", "softplus")
     fixed_L: float = positive(None)
     max_trials: int = whole(100)
     max_inner: int = whole(10_000)
@@ -97,6 +97,10 @@ class IVSPConstants(Constants):
             Envelope(rho=self.rho, sigma=self.sigma, delta=self.delta)
         if self.q is None:
             object.__setattr__(self, "q", 1 / self.r + 0.01)
+
+    @property
+    def name(self) -> str:
+        return "IVSP"
 
     def warn(self) -> None:
         if self.q <= 1 / self.r:

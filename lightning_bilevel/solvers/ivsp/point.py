@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
-from lightning_bilevel.core.moreau import evaluate_gap
+from lightning_bilevel.core.moreau import Envelope, evaluate_gap
+from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import squared_distance
@@ -20,8 +22,31 @@ from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 __all__ = ["Evaluator", "LowerBound", "Merit", "Point", "rounding"]
 
 
-@dataclass(frozen=True)
-class Point:
+@dataclass(frozen=True, kw_only=True)
+class Relaxed:
+    r"""The relaxed gap at (x, y), evaluated at an approximate proximal point z.
+
+    Attributes:
+        z: The point.
+        zeta: The accuracy of z.
+        lower: g(x, y).
+        residual: :math:`\tilde R`; -inf without a lower level.
+        grad_R: Its gradient.
+        halvings: How often the step of the inner loop was halved so far.
+        at_z: z as a point of g(x, .), for a further evaluation.
+    """
+
+    z: Tensor
+    zeta: float
+    lower: float
+    residual: float
+    grad_R: Tensor
+    halvings: int
+    at_z: LowerPoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Relaxed):
     r"""A point w = (x, y) with the values and gradients there.
 
     Attributes:
@@ -29,40 +54,27 @@ class Point:
         split: The length of x.
         f: f(w).
         grad_f: The gradient of f.
-        z: The approximate proximal point.
-        zeta: The accuracy of z.
-        lower: g(w).
-        residuals: :math:`\tilde R(w)`, and those of the constraints beside the lower level. The
-            first is -inf without a lower level.
-        gradients: The gradient of each.
-        halvings: How often the step of the inner loop was halved so far.
+        beside: The residuals of the constraints beside the lower level.
         below: g(x, .), for a further evaluation at this x.
         at_y: y as a point of g(x, .), likewise.
-        at_z: z, likewise.
     """
 
     w: Tensor
     split: int
     f: float
     grad_f: Tensor
-    z: Tensor
-    zeta: float
-    lower: float
-    residuals: tuple[float, ...]
-    gradients: tuple[Tensor, ...]
-    halvings: int
+    beside: Residuals
     below: LowerLevel
     at_y: LowerPoint
-    at_z: LowerPoint
 
     @property
-    def residual(self) -> float:
-        r""":math:`\tilde R(w)`."""
-        return self.residuals[0]
+    def residuals(self) -> tuple[float, ...]:
+        """R and the further residuals."""
+        return self.residual, *self.beside.values
 
     @property
-    def grad_R(self) -> Tensor:
-        return self.gradients[0]
+    def gradients(self) -> tuple[Tensor, ...]:
+        return self.grad_R, *self.beside.gradients
 
     @property
     def worst(self) -> float:
@@ -149,10 +161,11 @@ def rounding(here: Point, there: Point | LowerBound, gamma: float) -> float:
     return float(torch.finfo(here.w.dtype).eps * size)
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates points of one problem.
 
-    Args:
+    Attributes:
         problem: f and g.
         constants: The constants of the run.
         split: The length of x.
@@ -160,38 +173,29 @@ class Evaluator:
         halvings: How often the step of the inner loop has been halved so far.
     """
 
-    def __init__(
-        self,
-        problem: BilevelProblem,
-        constants: IVSPConstants,
-        split: int,
-        unit: float,
-        halvings: int,
-    ) -> None:
-        self.problem = problem
-        self.constants = constants
-        self.split = split
-        self.halvings = halvings
-        self.envelope = constants.envelope.in_unit(unit)
-        self.L_yy = constants.L_yy / unit**2
+    problem: BilevelProblem
+    constants: IVSPConstants
+    split: int
+    unit: float
+    halvings: int
+
+    @cached_property
+    def envelope(self) -> Envelope:
+        return self.constants.envelope.in_unit(self.unit)
 
     def accuracy(self, wanted: float) -> float:
         """Return the accuracy of evaluations: without a lower level they are exact, with z = y."""
         return 0.0 if self.problem.single_level else wanted
 
-    def _known(self, residual: float) -> float:
-        """Return a value of R; without a lower level it is -inf and has no weight."""
-        return -math.inf if self.problem.single_level else residual
-
     def at(self, w: Tensor, z: At, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
-        lower = self.problem.at(w[: self.split])
+        lower, at_y = self._handles(w)
         first = None
         if isinstance(z, LowerPoint) and not self.problem.single_level:
             first = lower.gradient(z)
             z.release()
-        found, halvings = self._prox(lower, w[self.split :], vector(z), zeta, max_inner, first)
-        return self._measure(lower, LowerPoint(w[self.split :]), w, found, zeta, halvings)
+        found = self._prox(lower, w, vector(z), zeta, max_inner, first)
+        return self._measured(lower, at_y, w, zeta, *found)
 
     def evaluate_or_reject(
         self,
@@ -218,35 +222,24 @@ class Evaluator:
             max_inner: The cap on inner iterations.
             exceeds_bound: Tells from f, g and a lower bound of R whether w is rejected.
         """
-        lower, y = self.problem.at(w[: self.split]), w[self.split :]
-        at_y = LowerPoint(y)
+        lower, at_y = self._handles(w)
+        y = w[self.split :]
         upper = self.problem.upper(lower.x, y)
         g = lower.value(at_y)
         g_z, first = lower.value_and_gradient(z)
         least = g - g_z - squared_distance(y, z) / (2 * self.envelope.rho) - self.envelope.delta
-        bound = LowerBound(upper.value, g, (self._known(least),))
+        least = -math.inf if self.problem.single_level else least
+        bound = LowerBound(upper.value, g, (least,))
         if exceeds_bound(bound):
             return bound
-        z, halvings = self._prox(lower, y, z, zeta, max_inner, first)
-        return self._measure(lower, at_y, w, z, zeta, halvings, upper)
+        found = self._prox(lower, w, z, zeta, max_inner, first)
+        return self._measured(lower, at_y, w, zeta, *found, upper)
 
     def refined(self, point: Point, zeta: float) -> Point:
         """Evaluate R again, more accurately."""
         point.at_z.release()
-        z, halvings = self._prox(point.below, point.y, point.z, zeta)
-        at_z = LowerPoint(z)
-        gap = evaluate_gap(point.below, point.at_y, at_z, self.envelope)
-        grad_R = torch.cat([gap.grad_x, gap.grad_y])
-        return replace(
-            point,
-            z=z,
-            zeta=zeta,
-            lower=gap.lower,
-            residuals=(gap.residual, *point.residuals[1:]),
-            gradients=(grad_R, *point.gradients[1:]),
-            halvings=halvings,
-            at_z=at_z,
-        )
+        found = self._prox(point.below, point.w, point.z, zeta)
+        return replace(point, **vars(self._relaxed(point.below, point.at_y, zeta, *found)))
 
     def again(
         self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float
@@ -256,19 +249,22 @@ class Evaluator:
         If so, the data have not changed and z is as accurate as before. No inner loop is then
         needed.
         """
-        lower, at_y = self.problem.at(w[: self.split]), LowerPoint(w[self.split :])
+        lower, at_y = self._handles(w)
         upper = self.problem.upper(lower.x, w[self.split :])
         if upper.value == f:
-            point = self._measure(lower, at_y, w, z, zeta, self.halvings, upper)
+            point = self._measured(lower, at_y, w, zeta, z, self.halvings, upper)
             if point.residual == residual:
                 return point, True
-        z, halvings = self._prox(lower, w[self.split :], z, zeta)
-        return self._measure(lower, at_y, w, z, zeta, halvings, upper), False
+        found = self._prox(lower, w, z, zeta)
+        return self._measured(lower, at_y, w, zeta, *found, upper), False
+
+    def _handles(self, w: Tensor) -> tuple[LowerLevel, LowerPoint]:
+        return self.problem.at(w[: self.split]), LowerPoint(w[self.split :])
 
     def _prox(
         self,
         lower: LowerLevel,
-        y: Tensor,
+        w: Tensor,
         z: Tensor,
         zeta: float,
         max_inner: int | None = None,
@@ -276,15 +272,15 @@ class Evaluator:
     ) -> tuple[Tensor, int]:
         c = self.constants
         if self.problem.single_level:
-            return y, self.halvings
+            return w[self.split :], self.halvings
         return inexact_prox(
             lower,
-            y,
+            w[self.split :],
             z,
             zeta,
             self.envelope,
             self.problem.lower_set,
-            L_yy=self.L_yy,
+            L_yy=c.L_yy / self.unit**2,
             halvings=self.halvings,
             max_inner=c.max_inner if max_inner is None else max_inner,
             accelerated=c.inner == "accelerated",
@@ -292,38 +288,42 @@ class Evaluator:
             first=first,
         )
 
-    def _measure(
+    def _relaxed(
+        self, lower: LowerLevel, at_y: LowerPoint, zeta: float, z: Tensor, halvings: int
+    ) -> Relaxed:
+        at_z = LowerPoint(z)
+        gap = evaluate_gap(lower, at_y, at_z, self.envelope)
+        return Relaxed(
+            z=z,
+            zeta=self.accuracy(zeta),
+            lower=gap.lower,
+            residual=-math.inf if self.problem.single_level else gap.residual,
+            grad_R=torch.cat([gap.grad_x, gap.grad_y]),
+            halvings=halvings,
+            at_z=at_z,
+        )
+
+    def _measured(
         self,
         lower: LowerLevel,
         at_y: LowerPoint,
         w: Tensor,
-        z: Tensor,
         zeta: float,
+        z: Tensor,
         halvings: int,
         upper: Upper | None = None,
     ) -> Point:
         # The gap comes first: it needs more memory than f, and the gradient of f is not held yet.
-        at_z = LowerPoint(z)
-        gap = evaluate_gap(lower, at_y, at_z, self.envelope)
-        g, residual = gap.lower, gap.residual
-        grad_R = torch.cat([gap.grad_x, gap.grad_y])
-        del gap
+        relaxed = self._relaxed(lower, at_y, zeta, z, halvings)
         y = w[self.split :]
         upper = self.problem.upper(lower.x, y) if upper is None else upper
-        grad_f = torch.cat([upper.grad_x, upper.grad_y])
-        beside = self.problem.residuals(lower.x, y)
         return Point(
-            w,
-            self.split,
-            upper.value,
-            grad_f,
-            z,
-            self.accuracy(zeta),
-            g,
-            (self._known(residual), *beside.values),
-            (grad_R, *beside.gradients),
-            halvings,
-            lower,
-            at_y,
-            at_z,
+            **vars(relaxed),
+            w=w,
+            split=self.split,
+            f=upper.value,
+            grad_f=torch.cat([upper.grad_x, upper.grad_y]),
+            beside=self.problem.residuals(lower.x, y),
+            below=lower,
+            at_y=at_y,
         )

@@ -15,11 +15,9 @@ from benchmarks.random_problems import draw
 from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.core.moreau import Envelope, gradient_error
-from lightning_bilevel.solvers.ivsp.constants import PER_TASK, Constants
-from lightning_bilevel.solvers.ivsp.merit import Merit
-from lightning_bilevel.solvers.ivsp.penalty import Huber
-from lightning_bilevel.solvers.ivsp.rules import adapted_accuracy
+from lightning_bilevel.core.metric import Metric
+from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.solvers.ivsp.constants import PER_TASK, IVSPConstants
 
 DOUBLE = torch.float64
 CURVATURES = torch.tensor([0.1, 2.0, -0.5, 1.0], dtype=DOUBLE)
@@ -43,7 +41,16 @@ def test_the_power_iteration_finds_the_largest_curvature() -> None:
     x, y = start()
     assert lower_curvature(quadratic(), x, y, steps=40) == pytest.approx(2.0, rel=1e-5)
     assert 1.5 < lower_curvature(quadratic(), x, y) <= 2.0 + 1e-6
-    assert upper_curvature(quadratic(), x, y, steps=40) == pytest.approx(4.0, rel=1e-5)
+    assert upper_curvature(quadratic(), x, y, Metric(4), steps=40) == pytest.approx(4.0, rel=1e-5)
+
+
+def test_curvatures_in_units_are_those_of_the_scaled_functions() -> None:
+    """f is curved by 2 s_x^2 and 4 s_y^2, g by 2 s_y^2."""
+    x, y = start()
+    assert lower_curvature(quadratic(), x, y, steps=40, unit=0.5) == pytest.approx(0.5, rel=1e-5)
+    for units, expected in (((1.0, 0.5), 2.0), ((4.0, 0.5), 32.0), ((1.0, 2.0), 16.0)):
+        found = upper_curvature(quadratic(), x, y, Metric(4, *units), steps=60)
+        assert found == pytest.approx(expected, rel=1e-2)
 
 
 def test_the_coupling_is_the_change_of_the_gradient_in_x() -> None:
@@ -72,16 +79,17 @@ def test_what_is_chosen_follows_from_what_is_measured() -> None:
     assert solver.chosen == []
     solver.step(problem=quadratic())
     c = solver.constants
-    assert c["chosen"] == PER_TASK
-    assert 1.5 < c["L_yy"] <= 2.0 + 1e-6
-    assert (c["rho"], c["sigma"]) == pytest.approx((1 / (4 * c["L_yy"]), c["L_yy"]))
-    assert (c["mu0"], c["block"]) == (0.05, 5)
-    assert c["zeta_bar"] * c["mu0"] ** c["q"] == pytest.approx(1e-3)
-    assert c["L_xy"] == pytest.approx(3.0)
-    assert (c["c1"], c["L_min"], c["L_max"]) == pytest.approx(
-        (1e-4 * c["L_init"], 1e-11 * c["L_init"], 1e11 * c["L_init"])
+    assert solver.run.estimated == PER_TASK
+    assert 1.5 < c.L_yy <= 2.0 + 1e-6
+    assert (c.rho, c.sigma) == pytest.approx((1 / (4 * c.L_yy), c.L_yy))
+    assert (c.mu0, c.block) == (0.05, 5)
+    assert c.zeta_bar * c.mu0**c.q == pytest.approx(1e-3)
+    assert c.L_xy == pytest.approx(3.0)
+    assert (c.c1, c.L_min, c.L_max) == pytest.approx(
+        (1e-4 * c.L_init, 1e-11 * c.L_init, 1e11 * c.L_init)
     )
-    assert math.log2(c["own_unit"]) == round(math.log2(c["own_unit"]))
+    unit = math.log2(solver.run.own_unit)
+    assert unit == round(unit)
     assert [name for name, _ in solver.chosen] == [
         *sorted(PER_TASK, key=[n for n, _ in solver.chosen].index),
         "unit of x",
@@ -89,25 +97,19 @@ def test_what_is_chosen_follows_from_what_is_measured() -> None:
 
 
 def test_what_is_given_stays() -> None:
-    given: dict[str, Any] = {
-        "rho": 0.1,
-        "mu0": 0.3,
-        "L_init": 7.0,
-        "c2": 0.5,
-        "B_R": 11.0,
-        "bb": "short",
-    }
+    given: dict[str, Any] = {"rho": 0.1, "mu0": 0.3, "L_init": 7.0, "c2": 0.5, "bb": "short"}
+    given["B_R"] = 11.0
     solver = IVSP(groups(*start()), **given)
     solver.step(problem=quadratic())
-    assert {name: solver.constants[name] for name in given} == given
-    assert solver.constants["sigma"] == pytest.approx(min(solver.constants["L_yy"], 5.0))
-    assert "B_R" not in solver.memory
+    assert {name: getattr(solver.constants, name) for name in given} == given
+    assert solver.constants.sigma == pytest.approx(min(solver.constants.L_yy, 5.0))
+    assert solver.run.B_R == 0.0  # nothing is measured
 
 
 def test_a_convex_lower_level_may_have_a_larger_rho() -> None:
     solver = IVSP(groups(*start()), sigma=0.0)
     solver.step(problem=quadratic())
-    assert solver.constants["rho"] == pytest.approx(1 / solver.constants["L_yy"])
+    assert solver.constants.rho == pytest.approx(1 / solver.constants.L_yy)
 
 
 def test_a_point_of_inflection_does_not_deceive() -> None:
@@ -120,7 +122,7 @@ def test_a_point_of_inflection_does_not_deceive() -> None:
     )
     solver = IVSP(groups(torch.zeros(1, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)))
     solver.step(problem=problem)
-    assert 0.1 < solver.constants["L_yy"] < 4.0
+    assert 0.1 < solver.constants.L_yy < 4.0
 
 
 def test_with_everything_given_nothing_is_chosen() -> None:
@@ -128,12 +130,9 @@ def test_with_everything_given_nothing_is_chosen() -> None:
     problem = quadratic()
     info = solver.step(problem=problem)
     assert solver.chosen == []
-    assert solver.constants["own_unit"] == 1.0
-    assert (solver.constants["c1"], solver.constants["c2"], solver.constants["B_R"]) == (
-        1e-4,
-        1.0,
-        1e3,
-    )
+    assert solver.run.own_unit == 1.0
+    c = solver.constants
+    assert (c.c1, c.c2, c.B_R) == (1e-4, 1.0, 1e3)
     assert info.calls.lower == info.inner_iterations
 
 
@@ -165,7 +164,7 @@ def test_the_unit_of_x_wakes_up_a_level_that_hardly_moves() -> None:
     solver = IVSP(groups(x, y))
     for _ in range(300):
         solver.step(problem=problem)
-    assert solver.constants["own_unit"] >= 64.0
+    assert solver.run.own_unit >= 64.0
     assert float(point_of(solver)[0].min()) > 1e3
 
 
@@ -181,20 +180,6 @@ def test_f_never_rises_above_its_start_by_much_and_the_residuals_fall() -> None:
     assert last.feasibility < 1e-2 * first.feasibility
 
 
-def test_the_accuracy_keeps_the_error_below_half_of_the_mapping() -> None:
-    envelope = Envelope(rho=0.3, sigma=1.0, delta=1e-3)
-    solver = IVSP(groups(*start()), rho=0.3, sigma=1.0, L_xy=2.0)
-    solver.step(problem=quadratic())
-    constants = Constants.read({**solver.constants, "own_unit": 1.0})
-    for mapping in (1e-6, 1e-2, 30.0):
-        zeta = adapted_accuracy(mapping, Merit(1.0, 0.02, Huber()), constants, B_R=5.0)
-        assert (
-            0.25 * mapping
-            <= gradient_error(zeta, 0.02, envelope, L_xy=2.0, b=1.0, B_R=5.0)
-            <= 0.5 * mapping * (1 + 1e-12)
-        )
-
-
 def test_a_lower_level_that_becomes_more_curved_is_noticed_without_a_warning() -> None:
     # The curvature 1 + 50 x^2 grows a hundredfold as f pulls x away from 0.
     problem = BilevelProblem(
@@ -206,21 +191,20 @@ def test_a_lower_level_that_becomes_more_curved_is_noticed_without_a_warning() -
     solver = IVSP(groups(torch.zeros(1, dtype=DOUBLE), torch.zeros(1, dtype=DOUBLE)))
     for _ in range(60):
         info = solver.step(problem=problem)
-    assert solver.constants["L_yy"] > 5.0
-    assert solver.constants["rho"] * solver.constants["L_yy"] == pytest.approx(0.25)
+    assert solver.constants.L_yy > 5.0
+    assert solver.constants.rho * solver.constants.L_yy == pytest.approx(0.25)
     assert info.upper < 1.0
 
 
 def test_corrected_changes_what_was_estimated_alone() -> None:
-    solver = IVSP(groups(*start()), L_yy=2.0, rho=0.125, sigma=2.0)
-    solver.step(problem=quadratic())
-
-    def corrected(chosen: tuple[str, ...]) -> dict[str, float]:
-        return Constants.read({**solver.constants, "chosen": chosen}).more_curved(4)
-
-    assert corrected(("L_yy", "rho", "sigma")) == {"L_yy": 8.0, "rho": 0.03125, "sigma": 8.0}
-    assert corrected(("L_yy",)) == {"L_yy": 8.0}
-    assert corrected(("L_yy", "sigma")) == {"L_yy": 8.0, "sigma": 4.0}
+    c = IVSPConstants(L_yy=2.0, rho=0.125, sigma=2.0)
+    assert c.more_curved(4, ("L_yy", "rho", "sigma")) == {
+        "L_yy": 8.0,
+        "rho": 0.03125,
+        "sigma": 8.0,
+    }
+    assert c.more_curved(4, ("L_yy",)) == {"L_yy": 8.0}
+    assert c.more_curved(4, ("L_yy", "sigma")) == {"L_yy": 8.0, "sigma": 4.0}
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 6, 8, 11, 15, 18, 27])

@@ -14,15 +14,17 @@ import yaml
 from helpers import PROBLEMS, exact_residuals, groups, make_ivsp, point_of
 from places import CONFIGS
 
-from lightning_bilevel import IVSP, BilevelProblem, IVSPInfo, SineProblem, certify
-from lightning_bilevel.solvers.proved import begins_block, best, keep
+from lightning_bilevel import IVSP, BilevelProblem, certify
+from lightning_bilevel.modules import SineProblem
+from lightning_bilevel.solvers.record import PenaltyInfo
+from lightning_bilevel.solvers.theorem import Theorem, begins_block
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 
 
-def record(omega: float, updated: bool = False) -> IVSPInfo:
+def record(omega: float, updated: bool = False) -> PenaltyInfo:
     """A record with that omega, of a small step."""
-    return IVSPInfo(
+    return PenaltyInfo(
         upper=0.0,
         lower=0.0,
         inner_iterations=0,
@@ -60,15 +62,13 @@ def test_blocks_begin_at_the_powers_of_the_square_root_of_two() -> None:
 def test_the_kept_iteration_is_the_best_of_the_end_of_the_second_half(trend: float) -> None:
     """After every n: in the second half, without an update, and of a share of at least 58 %."""
     draw = random.Random(0)
-    memory: dict[str, Any] = {"changed": 0}
-    history: list[IVSPInfo] = []
+    theorem = Theorem()
+    history: list[PenaltyInfo] = []
     exact = 0
     for n in range(1, 2001):
         history.append(record(math.exp(trend * n) * draw.random(), updated=draw.random() < 0.2))
-        memory["iteration"] = n - 1
         x, y = torch.full((2,), float(n)), torch.full((3,), -float(n))
-        keep(memory, (x, y), [1.0, 1.0], history[-1])
-        memory["iteration"] = n
+        theorem = theorem.keep(x, y, n, history[-1])
         starts = blocks(n)
         # The blocks {1} and {2} are followed by {3}: after 2 iterations only {2} is of that half.
         first = max(starts[-2] if n > 1 else 1, n // 2 + 1)
@@ -76,7 +76,7 @@ def test_the_kept_iteration_is_the_best_of_the_end_of_the_second_half(trend: flo
         share = (n - first + 1) / (n - n // 2)
         assert share >= 2 - math.sqrt(2) - 2 / n
         candidates = [k for k in range(first, n + 1) if not history[k - 1].penalty_updated]
-        kept = best(memory)
+        kept = theorem.best(n)
         if not candidates:
             assert kept is None
             continue
@@ -125,11 +125,10 @@ class TestProved:
 
     problem = by_name["ball"]
 
-    def run(self, steps: int, **constants: Any) -> tuple[IVSP, list[Any], list[IVSPInfo]]:
+    def run(self, steps: int, **constants: Any) -> tuple[IVSP, list[Any], list[PenaltyInfo]]:
         optimizer = make_ivsp(self.problem, **constants)(groups(*self.problem.at()))
         built = self.problem.build()
-        history = []
-        points = []
+        history, points = [], []
         for _ in range(steps):
             history.append(optimizer.step(problem=built))
             points.append(point_of(optimizer))
@@ -164,7 +163,7 @@ class TestProved:
         assert [info.calls for info in history] == [info.calls for info in records]
         assert all(torch.equal(a[1], b[1]) for a, b in zip(points, others, strict=True))
         assert two.proved is None
-        assert not any("proved" in name for name in two.memory)
+        assert two.run.theorem == Theorem()
         assert one.proved is not None
 
     def test_the_audit_of_the_paper(self) -> None:

@@ -1,19 +1,15 @@
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import reference
 
-from lightning_bilevel.solvers.ivsp.penalty import (
-    Huber,
-    Smoothing,
-    Softplus,
-    inverse_penalty,
-    needs_update,
-    prox_accuracy,
-    smoothing_function,
-    smoothing_parameter,
-)
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
+from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, Softplus, inverse_penalty
+from lightning_bilevel.solvers.ivsp.point import Merit
+from lightning_bilevel.solvers.ivsp.rules import must_update
 
 smoothings = pytest.mark.parametrize("phi", [Huber(), Softplus()], ids=["huber", "softplus"])
 widths = pytest.mark.parametrize("mu", [1e-6, 1e-2, 1.0, 50.0])
@@ -74,8 +70,8 @@ class TestSmoothing:
 
 
 def test_smoothing_function_by_name() -> None:
-    assert isinstance(smoothing_function("huber"), Huber)
-    assert isinstance(smoothing_function("softplus"), Softplus)
+    assert isinstance(IVSPConstants(smoothing="huber").phi, Huber)
+    assert isinstance(IVSPConstants(smoothing="softplus").phi, Softplus)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +82,18 @@ def test_smoothing_function_by_name() -> None:
     ],
 )
 def test_smoothing_parameter(block: int, expected: list[float]) -> None:
-    assert [
-        smoothing_parameter(k, 8.0, block, 1 / 3) for k in range(len(expected))
-    ] == pytest.approx(expected)
-    assert smoothing_parameter(7 * block, 8.0, block, 1 / 3) == pytest.approx(4.0)
+    c = IVSPConstants(mu0=8.0, block=block)
+    assert [c.mu(k) for k in range(len(expected))] == pytest.approx(expected)
+    assert c.mu(7 * block) == pytest.approx(4.0)
 
 
 def test_prox_accuracy() -> None:
-    assert prox_accuracy(0.01, 3.0, 2.0) == pytest.approx(3e-4)
-    assert prox_accuracy(1.0, 3.0, 3.01) == 3.0
+    assert IVSPConstants(mu0=0.01, zeta_bar=3.0, block=1, r=0.6, q=2.0).zeta(0) == pytest.approx(
+        3e-4
+    )
+    assert IVSPConstants(mu0=1.0, zeta_bar=3.0, block=1, q=3.01).zeta(0) == 3.0
+    # mu falls to a half after 7 blocks.
+    assert IVSPConstants(mu0=1.0, zeta_bar=3.0, block=2, q=4.0).zeta(14) == pytest.approx(3 / 16)
 
 
 def test_inverse_penalty() -> None:
@@ -104,23 +103,23 @@ def test_inverse_penalty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("residual", "step", "expected"),
+    ("mu", "residual", "step", "expected"),
     [
-        (0.26, 0.29, True),
-        (0.25, 0.29, False),  # R~ = 2 a mu is no violation beyond the smoothing scale
-        (0.24, 0.29, False),
-        (0.26, 0.30, True),  # a step of exactly c2 mu gamma is small
-        (0.26, 0.31, False),
-        (-1.0, 0.0, False),
-        (0.26, 0.0, True),
+        (1.0, 0.26, 0.29, True),
+        (1.0, 0.25, 0.29, False),  # R~ = 2 a mu is no violation beyond the smoothing scale
+        (1.0, 0.24, 0.29, False),
+        (1.0, 0.26, 0.30, True),  # a step of exactly c2 mu gamma is small
+        (1.0, 0.26, 0.31, False),
+        (1.0, -1.0, 0.0, False),
+        (1.0, 0.26, 0.0, True),
+        # Both bounds scale with mu.
+        (0.1, 0.026, 0.029, True),
+        (0.1, 0.026, 0.031, False),
+        (0.1, 0.024, 0.029, False),
     ],
 )
-def test_penalty_update(residual: float, step: float, expected: bool) -> None:
+def test_penalty_update(mu: float, residual: float, step: float, expected: bool) -> None:
     # 2 a mu = 2 * 1/8 * 1 = 0.25 and c2 mu gamma = 0.6 * 1 * 0.5 = 0.3
-    assert needs_update(residual, step, mu=1.0, gamma=0.5, a=1 / 8, c2=0.6) is expected
-
-
-def test_penalty_update_scales_with_mu() -> None:
-    assert needs_update(0.026, 0.029, mu=0.1, gamma=0.5, a=1 / 8, c2=0.6)
-    assert not needs_update(0.026, 0.031, mu=0.1, gamma=0.5, a=1 / 8, c2=0.6)
-    assert not needs_update(0.024, 0.029, mu=0.1, gamma=0.5, a=1 / 8, c2=0.6)
+    now: Any = SimpleNamespace(merit=Merit(0.5, mu, Huber()), constants=IVSPConstants(c2=0.6))
+    there: Any = SimpleNamespace(worst=residual)
+    assert must_update(now, there, step) is expected

@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import PROBLEMS, groups, make_ivsp
+from helpers import PLAIN, PROBLEMS, gap_at, groups, make_ivsp
 
 from lightning_bilevel import IVSP, Envelope
-from lightning_bilevel.core.moreau import evaluate_gap
-from lightning_bilevel.core.prox import precise_prox
-from lightning_bilevel.solvers.ivsp.answers import gap_lipschitz, safe_curvature
+from lightning_bilevel.core.moreau import gap_lipschitz
+from lightning_bilevel.solvers.ivsp.constants import IVSPConstants, safe_L
 from lightning_bilevel.solvers.ivsp.penalty import Huber
 
 by_name = {problem.name: problem for problem in PROBLEMS}
@@ -20,10 +19,17 @@ by_name = {problem.name: problem for problem in PROBLEMS}
 
 def test_the_formula_of_the_paper() -> None:
     """(c1 + gamma0 mu0 L_f + b B_R^2 + mu0 L_R) / (2 - theta_hat), or theta_low / theta_hat."""
-    known = {"gamma0": 0.5, "mu0": 0.25, "c1": 0.125, "b": 2.0, "theta_low": 1.0}
-    # (0.125 + 0.5 + 2 * 9 + 0.25 * 8) / 1.5 = 13.75
-    assert safe_curvature(L_f=4.0, L_R=8.0, B_R=3.0, theta_hat=0.5, **known) == 13.75
-    assert safe_curvature(L_f=4.0, L_R=8.0, B_R=3.0, theta_hat=0.0625, **known) == 16.0
+    given = {**PLAIN, "gamma0": 0.5, "mu0": 0.25, "c1": 0.125, "theta_low": 1.0}
+    one = IVSPConstants(rho=1.0, sigma=0.0, **given, B_R=3.0)
+    two = IVSPConstants(rho=1.0, sigma=0.0, **given, B_R=6.0, smoothing="softplus")
+    for c in (one, two):
+        # b B_R^2 is 1 * 9 and 36 / 4: (0.125 + 0.5 + 9 + 0.25 * 8) / 1.5 = 7.75
+        assert safe_L(c, L_f=4.0, L_R=8.0, theta_hat=0.5) == 7.75
+        assert safe_L(c, L_f=4.0, L_R=8.0, theta_hat=0.0625) == 16.0
+    measured = IVSPConstants(rho=1.0, sigma=0.0, **given, theta_hat=0.5)
+    assert safe_L(measured, 3.0, L_f=4.0, L_R=8.0) == 7.75
+    # Nothing has been seen: the paper's 1,000.
+    assert safe_L(measured, L_f=4.0, L_R=8.0) == (0.125 + 0.5 + 1e6 + 2.0) / 1.5
 
 
 def test_the_gradient_of_the_gap_is_as_lipschitz_as_the_formula_says() -> None:
@@ -35,9 +41,7 @@ def test_the_gradient_of_the_gap_is_as_lipschitz_as_the_formula_says() -> None:
     for _ in range(40):
         w = 3 * torch.randn(4, generator=generator, dtype=torch.float64)
         w = w if not gradients or len(gradients) % 2 else gradients[-1][0] + 1e-3 * w
-        lower = problem.at(w[:1])
-        z = precise_prox(lower, w[1:], envelope.rho, problem.lower_set, tolerance=1e-12)
-        gap = evaluate_gap(lower, w[1:], z, envelope)
+        gap = gap_at(problem, w[:1], w[1:], envelope)
         gradients.append((w, torch.cat([gap.grad_x, gap.grad_y])))
     ratios = [float((b[1] - a[1]).norm() / (b[0] - a[0]).norm()) for a, b in pairwise(gradients)]
     assert 1.0 < max(ratios) <= gap_lipschitz(4.0, envelope)
@@ -57,7 +61,7 @@ class TestFixedL:
         """No warning: each step passes the test of the line search."""
         safe = self.bound()
         c = make_ivsp(self.problem)(groups(*self.problem.at())).constants
-        assert safe == pytest.approx(1e-4 + c["gamma0"] * c["mu0"] + Huber.b * 100 + c["mu0"])
+        assert safe == pytest.approx(1e-4 + c.gamma0 * c.mu0 + Huber.b * 100 + c.mu0)
         for factor in (1.0, 10.0):
             optimizer = make_ivsp(self.problem, B_R=10.0, fixed_L=factor * safe)(
                 groups(*self.problem.at())
@@ -89,7 +93,6 @@ class TestFixedL:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             optimizer.safe_L()
         optimizer.step(problem=self.problem.build())
-        seen = optimizer.memory["B_R"]
         c = optimizer.constants
-        expected = (c["c1"] + seen**2) / (2 - c["theta_hat"])
+        expected = (c.c1 + optimizer.run.B_R**2) / (2 - c.theta_hat)
         assert optimizer.safe_L() == pytest.approx(expected)

@@ -13,7 +13,7 @@ from tables import SOLVERS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bilevel import IVSPInfo
+from lightning_bilevel.solvers.record import PenaltyInfo
 
 
 @contextmanager
@@ -95,6 +95,6 @@ def test_an_exact_iteration_of_ivsp_has_a_stated_number_of_them(name: str) -> No
     for _ in range(5):
         with transfers() as seen:
             info = optimizer.step(problem=built)
-        assert isinstance(info, IVSPInfo)
+        assert isinstance(info, PenaltyInfo)
         assert info.inner_iterations < len(seen)
         assert len(seen) <= 3 * info.inner_iterations + 4 * info.trials + 10

@@ -1,0 +1,265 @@
+"""A run on mini-batches, as Lightning's hooks see it: start, schedulers, logging, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from typing_extensions import override
+
+from lightning_bilevel.checks import check_all_declared, check_batch
+from lightning_bilevel.core.passes import Calls
+from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.optimizers import Schedulers, by_level
+from lightning_bilevel.solvers.base import BilevelOptimizer
+from lightning_bilevel.solvers.record import Progress, StreamInfo
+from lightning_bilevel.stochastic.penalties import F2SA
+from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
+from lightning_bilevel.stochastic.step import Step, wide
+from lightning_bilevel.whole_data import Data, gathered, kept, problem_on
+
+__all__ = ["MiniBatches"]
+
+# So many of the first batches are kept for monitors.
+SAMPLE = 8
+# The passes of a step on a batch, as reports count them.
+PASSES = 3
+
+
+class MiniBatches(Callback):
+    """Makes the steps of a module whose ``configure_optimizers`` returns torch optimisers.
+
+    It is idle where that returns a bilevel solver. A bilevel module brings it along. To reports it
+    is the solver of the run, with its name, progress and constants.
+    """
+
+    step: Step | None = None
+    proved: ClassVar[None] = None
+    chosen: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] | None = None
+        self._random: list[Tensor] | None = None
+        self._watched = False
+        self._schedulers = Schedulers()
+        # The batches of the epoch after which those that monitor a metric are still to step.
+        self._moved = 0
+        self._sample: list[Any] = []
+        self._known: tuple[tuple[bool, int], BilevelProblem, str] | None = None
+        self._loaders: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return type(self._running().method).__name__
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        step = self._running()
+        inner = step.k * step.module.inner_iterations
+        return Progress(step.k, inner, PASSES * step.k * step.options.accumulate, step.seconds)
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The constants of the method, for loggers."""
+        constants = vars(self._running().method)
+        return {name: c for name, c in constants.items() if isinstance(c, (int, float))}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the metrics of schedulers, which Lightning drops in manual optimisation."""
+        own = pl_module.configure_optimizers
+
+        def configure_optimizers() -> Any:
+            vars(pl_module)["configure_optimizers"] = own
+            return self._schedulers.without_metrics(own())
+
+        if stage == "fit":
+            vars(pl_module)["configure_optimizers"] = configure_optimizers
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if any(isinstance(optimizer, BilevelOptimizer) for optimizer in trainer.optimizers):
+            return
+        if trainer.precision == "16-mixed":
+            raise MisconfigurationException(
+                '`Trainer(precision="16-mixed")` rescales the gradients of one optimiser, and a '
+                "bilevel step has three after shared backward passes: use bf16-mixed."
+            )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._watched = any(getattr(c, "looks_at_certificates", False) for c in callbacks)
+        declared = pl_module._declared()
+        declared.resolve()
+        check_all_declared(pl_module, declared)
+        self._schedulers.start(pl_module)
+        upper, lower = by_level(pl_module, declared)
+        y = declared.lower.parameters
+        shadow = Shadow(y, _written_buffers(pl_module, y))
+        copies = dict(zip(y, shadow.z, strict=True))
+        self.step = Step(
+            module=pl_module,
+            method=declared.method or F2SA(),
+            options=declared.options,
+            upper=declared.upper.parameters,
+            shadow=shadow,
+            sets=(declared.upper.feasible, declared.lower.feasible),
+            upper_optimizers=upper,
+            lower_optimizers=lower,
+            shadow_optimizers=[copy_optimizer(o.optimizer, copies) for o in lower],
+        )
+        if self._saved is not None:
+            self.step.load(self._saved)
+            # Before the loaders start, because they draw the order of the samples.
+            self._random = self._saved["random"]
+            _restore_random_state(pl_module.device, self._random)
+            self._saved = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # In the middle of an epoch the loaders had started before the state was saved.
+        if self._random is not None and batch_idx > 0:
+            _restore_random_state(pl_module.device, self._random)
+        self._random = None
+        self._step_plateaus(pl_module)
+
+    def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
+        """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
+        step, trainer = self._running(), module.trainer
+        if step.k == 0:
+            check_batch(type(module).__name__, batch)
+        numbers, moved = step(batch)
+        if self._watched and len(self._sample) < SAMPLE:
+            self._sample.append(move_data_to_device(batch, "cpu"))
+        last: bool = trainer.is_last_batch
+        if moved:
+            self._schedulers.step(module, "step", batch_idx + 1)
+            self._moved = batch_idx + 1
+        if last:
+            self._schedulers.step(module, "epoch", trainer.current_epoch + 1)
+        # They are tensors until somebody reads them.
+        known: Any = numbers
+        gap: Any = wide(numbers.lower) - wide(numbers.inner)
+        info = StreamInfo(
+            upper=known.upper,
+            lower=known.lower,
+            gap=gap,
+            multiplier=known.multiplier,
+            inner_iterations=module.inner_iterations,
+            iteration=step.k,
+            calls=Calls(upper=1, lower=2),
+            passes=PASSES * step.k * step.options.accumulate,
+            optimization_time=step.seconds,
+            skipped=step.skipped[0],
+        )
+        # At the end of an epoch other callbacks may monitor it.
+        if last or (trainer.fit_loop.total_batch_idx + 1) % max(trainer.log_every_n_steps, 1) == 0:
+            for name in ("upper", "gap", "lower", "multiplier", "skipped"):
+                shown = name in ("upper", "gap")
+                module.log(f"bilevel/{name}", getattr(info, name), prog_bar=shown, sync_dist=True)
+        return info
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.step is None:
+            return
+        if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
+            raise MisconfigurationException(
+                f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
+                "yield batches."
+            )
+        # An evaluation after the run takes their place in the Trainer.
+        self._loaders = trainer.train_dataloader
+        self._step_plateaus(pl_module)
+        if trainer.is_last_batch and not trainer.fit_loop.restarting:
+            self._schedulers.step(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
+
+    def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
+        """Return f and g on the data of a certificate, and what these are.
+
+        Args:
+            batch: A batch; None is the sample or all data.
+            sample: Whether to take the first few batches of the run.
+            batches: The most batches of a level.
+        """
+        module = self._running().module
+        if batch is not None:
+            check_batch(type(module).__name__, batch)
+            return problem_on(module, Data(batch, "the given batch"))
+        sample = sample and bool(self._sample)
+        asked = sample, len(self._sample) if sample else batches
+        if self._known is None or self._known[0] != asked:
+            trainer, loaders = module.trainer, self._loaders
+            data = kept(self._sample) if sample else gathered(trainer, batches, loaders)
+            # The same problem again, so that a certificate of the same point is known.
+            self._known = asked, *problem_on(module, data)
+        return self._known[1:]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the module into eval mode, with gradients and without autocast, and back."""
+        module: LightningModule = self._running().module
+        trained = [layer for layer in module.modules() if layer.training]
+        module.eval()
+        try:
+            autocast = torch.autocast(module.device.type, enabled=False)
+            with torch.inference_mode(False), torch.enable_grad(), autocast:
+                yield
+        finally:
+            for layer in trained:
+                layer.training = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.step is None:
+            return {}
+        generators = _generators(self.step.module.device)
+        return {**self.step.state(), "random": [g.get_rng_state() for g in generators]}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+    def _running(self) -> Step:
+        assert self.step is not None
+        return self.step
+
+    def _step_plateaus(self, module: Any) -> None:
+        """Step the schedulers that monitor a metric, after a validation that followed the step."""
+        if self._moved:
+            self._schedulers.step(module, "step", self._moved, plateau=True)
+            self._moved = 0
+
+
+def _written_buffers(module: nn.Module, lower: list[nn.Parameter]) -> list[Tensor]:
+    """Return the buffers that evaluations of the lower level may write to.
+
+    These are the running statistics of all layers, and every buffer of a layer that has a
+    lower-level parameter.
+    """
+    own = set(lower)
+    return [
+        buffer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase) or not own.isdisjoint(layer.parameters(recurse=False))
+        for buffer in layer.buffers(recurse=False)
+    ]
+
+
+def _generators(device: torch.device) -> list[Any]:
+    """Return what draws random numbers in a run on this device."""
+    return [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
+
+
+def _restore_random_state(device: torch.device, states: list[Tensor]) -> None:
+    for generator, state in zip(_generators(device), states, strict=False):
+        generator.set_rng_state(state.cpu())

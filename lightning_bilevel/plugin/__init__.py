@@ -1,1 +1,0 @@
-"""What a LightningModule inherits to become a bilevel problem."""
