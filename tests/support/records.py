@@ -40,6 +40,8 @@ def timeless(optimizer: Any) -> dict[str, Any]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two states are equal, tensors bit for bit and in the same dtype."""
+    if is_dataclass(a):
+        return same(vars(a), vars(b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
