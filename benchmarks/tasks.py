@@ -83,14 +83,11 @@ class Task:
     name: str
     build: Callable[[], BilevelModule]
     data: FullBatchDataModule
-    units: tuple[float, float] = (1.0, 1.0)
     double: bool = False
     steps: int = 20
 
     def problem(self, module: BilevelModule) -> BilevelProblem:
-        return module.bilevel_problem(
-            {"upper": self.data.upper, "lower": self.data.lower}
-        ).in_units(*self.units)
+        return module.bilevel_problem({"upper": self.data.upper, "lower": self.data.lower})
 
     def begin(self) -> tuple[BilevelModule, BilevelOptimizer, BilevelProblem]:
         """Return module, solver and problem as they are without a Trainer."""
@@ -163,7 +160,7 @@ def few_shot(size: Size, chosen: SolverCallable | None = None) -> Task:
             solver=chosen or solver("glyphs/ivsp"),
         )
 
-    return Task("few-shot", build, data, units=(1.0, 0.5), steps=max(2, size.steps // 2))
+    return Task("few-shot", build, data, steps=max(2, size.steps // 2))
 
 
 def four(size: Size) -> list[Task]:
