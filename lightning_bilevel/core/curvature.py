@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lightning_bilevel.core.errors import NonFiniteError
 from lightning_bilevel.core.lower import LowerLevel
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.core.vectors import Metric, norm
 
 __all__ = [
     "coupling",

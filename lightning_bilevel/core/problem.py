@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, nothing, weighted
+from lightning_bilevel.core.lower import (
+    Function,
+    LowerLevel,
+    LowerTerm,
+    Part,
+    nothing,
+    unchanged,
+    weighted,
+)
 from lightning_bilevel.core.passes import (
     NAMES,
     Calls,
@@ -66,7 +74,7 @@ class Start:
     lower_gradient: float
 
 
-class BilevelProblem:
+class BilevelProblem(Passes):
     r"""f and g as functions of flat vectors, with the sets of x and y.
 
     Args:
@@ -89,6 +97,7 @@ class BilevelProblem:
             beside the lower level. IVSP takes them.
 
     Attributes:
+        upper_has_x: Whether f depends on x; None before the first gradient of f in x.
         share: The shares of the upper and lower level's data that f and g are of, if the data are
             a sample; None for all data.
 
@@ -118,6 +127,7 @@ class BilevelProblem:
             raise ValueError(
                 "`BilevelProblem` was given features and outputs: g may have one or the other."
             )
+        super().__init__(reduce)
         self.upper_terms = _terms(upper)
         self.single_level = lower is None
         self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
@@ -126,32 +136,7 @@ class BilevelProblem:
         self.upper_set = upper_set or Free()
         self.lower_set = lower_set or Free()
         self.share: tuple[float, float] | None = None
-        self._passes = Passes(reduce)
-        # Whether f depends on x; None before its first gradient in x.
-        self._upper_has_x: bool | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy counts its own evaluations.
-        return {**self.__dict__, "_passes": Passes(self.reduce, self.calls)}
-
-    @property
-    def calls(self) -> Calls:
-        """How often each evaluation was made so far."""
-        return self._passes.calls
-
-    @calls.setter
-    def calls(self, calls: Calls) -> None:
-        self._passes.calls = calls
-
-    @property
-    def reduce(self) -> Reduce | None:
-        """Sums a tensor over the processes that share the data; None for a single process."""
-        return self._passes.reduce
-
-    @property
-    def upper_has_x(self) -> bool | None:
-        """Whether f depends on x; None before the first gradient of f in x."""
-        return self._upper_has_x
+        self.upper_has_x: bool | None = None
 
     @property
     def beyond(self) -> str:
@@ -166,7 +151,7 @@ class BilevelProblem:
         Whether f depends on x is then known, if the other problem knows it.
         """
         self.share = share
-        self._upper_has_x = whole.upper_has_x
+        self.upper_has_x = whole.upper_has_x
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -190,7 +175,7 @@ class BilevelProblem:
         part.lower_terms = _weighted(self.lower_terms, lower)
         # A process without data learns from the whole batch how many constraints there are.
         part.residual_terms = [weighted(term, upper) for term in self.residual_terms]
-        part._passes = Passes(reduce)
+        part.reduce, part.calls = reduce, Calls()
         return part
 
     def mean_over_ranks(self, value: float, like: Tensor) -> float:
@@ -208,7 +193,7 @@ class BilevelProblem:
         x, y = leaf(x), leaf(y)
         value, (grad_x, grad_y) = self._differentiate_upper(x, y, (x, y))
         slope = or_zeros(grad_y, y) if self.single_level else coupled("f", grad_y)
-        self._upper_has_x = grad_x is not None
+        self.upper_has_x = grad_x is not None
         return Upper(value, or_zeros(grad_x, x), slope)
 
     def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
@@ -216,17 +201,17 @@ class BilevelProblem:
 
         Once f is known not to depend on x, this takes no pass.
         """
-        if self._upper_has_x is False:
+        if self.upper_has_x is False:
             return torch.zeros_like(x)
-        x, y = leaf(x), y.detach()
-        _, (grad,) = self._differentiate_upper(x, y, (x,))
-        self._upper_has_x = grad is not None
+        x = leaf(x)
+        _, (grad,) = self._differentiate_upper(x, y.detach(), (x,))
+        self.upper_has_x = grad is not None
         return or_zeros(grad, x)
 
     def upper_y(self, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
         """Return f and its gradient in y alone."""
-        x, y = x.detach(), leaf(y)
-        value, (grad,) = self._differentiate_upper(x, y, (y,))
+        y = leaf(y)
+        value, (grad,) = self._differentiate_upper(x.detach(), y, (y,))
         return value, coupled("f", grad)
 
     def residuals(self, x: Tensor, y: Tensor) -> Residuals:
@@ -247,12 +232,12 @@ class BilevelProblem:
     ) -> tuple[float, list[Tensor | None]]:
         self.calls += Calls(upper=1)
         terms = [partial(lambda term: (term(x, y),), term) for term in self.upper_terms]
-        (value,), grads = self._passes.differentiate("f", terms, inputs)
+        (value,), grads = self.differentiate("f", terms, inputs)
         return value, grads
 
     def at(self, x: Tensor) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points."""
-        return LowerLevel(self.lower_terms, x, Passes() if self.single_level else self._passes)
+        return LowerLevel(self.lower_terms, x, Passes() if self.single_level else self)
 
     def check(self, x: Tensor, y: Tensor) -> Start:
         """Evaluate f and g twice and refuse a problem whose values differ.
@@ -280,16 +265,15 @@ class BilevelProblem:
         either.
         """
         with self.uncounted():
-            again = {"f": self.upper(x, y).value, "g": self.at(x).value(y)}
-        for name, first in (("f", f), ("g", g)):
-            second = again[name]
+            again = self.upper(x, y).value, self.at(x).value(y)
+        for name, first, second in zip(NAMES.values(), (f, g), again, strict=True):
             # Parallel sums may change the last digits between two evaluations. Dropout changes the
             # first ones.
             largest = max(abs(first), abs(second))
             if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
                 raise BilevelError(
-                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
-                    "methods here need a deterministic objective. Switch off dropout and random "
+                    f"{name} was {first:.9g} and then {second:.9g} at the same point: the methods "
+                    "here need a deterministic objective. Switch off dropout and random "
                     "augmentation, or fix their random numbers."
                 )
 
@@ -297,11 +281,10 @@ class BilevelProblem:
 def _terms(losses: Any, features: Any = None, outputs: Any = None) -> list[LowerTerm]:
     """Return one term per chunk, each with its own parts."""
     losses = _as_list(losses)
-    parts = [[None] * len(losses) if p is None else _as_list(p) for p in (features, outputs)]
-    return [
-        loss if isinstance(loss, LowerTerm) else LowerTerm(loss, *own)
-        for loss, *own in zip(losses, *parts, strict=True)
+    parts = [
+        _as_list(p) if p is not None else [unchanged] * len(losses) for p in (features, outputs)
     ]
+    return [LowerTerm(*term) for term in zip(losses, *parts, strict=True)]
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -322,12 +305,9 @@ def _rows(term: Function, w: Tensor, split: int) -> Tensor:
     rows = []
     with torch.enable_grad():
         for value in term(w[:split], w[split:]):
-            check_scalar(_CONSTRAINT, value)
-            # The constraints of a chunk may share a part of their graph.
-            (grad,) = (
-                torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
-                if value.requires_grad
-                else (torch.zeros_like(w),)
-            )
-            rows.append(torch.cat([value.detach().reshape(1).double(), grad.double()]))
+            slope = torch.zeros_like(w)
+            if check_scalar(_CONSTRAINT, value).requires_grad:
+                # The constraints of a chunk may share a part of their graph.
+                (slope,) = torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([value.detach().reshape(1).double(), slope.double()]))
     return torch.stack(rows)
