@@ -35,8 +35,6 @@ from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
 
-__all__ = ["Certificate", "Lagrangian", "certify", "minimiser"]
-
 # Multipliers are searched one after another, in so many rounds at most.
 _ROUNDS = 100
 _Number = cached_property[float]
@@ -191,9 +189,7 @@ class Lagrangian:
         :math:`(\Phi^s)^2 + \sum_{i > 0} (\lambda_i r_i)^2`, so that a slack one has none. This is
         convex and smooth, and minimising along one multiplier after the other finds the smallest.
         """
-        best = [0.0] * len(self.residuals.values)
-        if first is not None:
-            best[0] = first
+        best = [first or 0.0] + [0.0] * (len(self.residuals.values) - 1)
         free = range(0 if first is None else 1, len(best))
         for _ in range(_ROUNDS if len(free) > 1 else 1):
             before = list(best)
@@ -322,8 +318,7 @@ def certify(
         gap = evaluate_gap(lower, y, z, envelope, slope)
         spent = (problem.calls - calls).passes
     residuals = Residuals(
-        (gap.residual, *beside.values),
-        (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients),
+        (gap.residual, *beside.values), (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients)
     )
     feasible = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
     grad_f = torch.cat([upper.grad_x, upper.grad_y])

@@ -17,22 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.chunks import map_tensors
-from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
-
-__all__ = [
-    "At",
-    "FullGap",
-    "Function",
-    "Gap",
-    "LowerLevel",
-    "LowerPoint",
-    "LowerTerm",
-    "Part",
-    "Products",
-    "nothing",
-    "vector",
-    "weighted",
-]
+from lightning_bilevel.core.passes import Calls, Gradients, Inputs, Passes, coupled, leaf, or_zeros
 
 # A function of x and y.
 Function = Callable[[Any, Any], Tensor]
@@ -106,8 +91,6 @@ class LowerPoint:
 
     Several chunks keep nothing: the graphs of all chunks together do not fit into memory.
     """
-
-    __slots__ = ("_outputs", "keeps", "leaf")
 
     def __init__(self, y: Tensor, keeps: bool = True) -> None:
         self.leaf = leaf(y)
@@ -194,9 +177,9 @@ class LowerLevel:
         # Two handles: y and z may be one tensor, and then have a gradient each.
         first, second = _point(y), _point(z)
         inputs = (self.x, first.leaf, second.leaf)
-        values, (grad_x, grad_y, minus) = self._difference(first, second, inputs)
-        grads = or_zeros(grad_x, self.x), coupled("g", grad_y), -coupled("g", minus)
-        return FullGap(*values, *grads)
+        values, (grad_x, *grads) = self._difference(first, second, inputs)
+        grad_y, minus = (coupled("g", grad) for grad in grads)
+        return FullGap(values[0], values[1], or_zeros(grad_x, self.x), grad_y, -minus)
 
     def products(self, y: Tensor, v: Tensor) -> Products:
         """Return the products of the second derivatives of g at (x, y) with v, and the gradient.
@@ -213,9 +196,7 @@ class LowerLevel:
         coupled("g", grad_y)
         return or_zeros(yy, y.leaf)
 
-    def _twice(
-        self, point: LowerPoint, v: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[float, list[Tensor | None]]:
+    def _twice(self, point: LowerPoint, v: Tensor, inputs: Inputs) -> tuple[float, Gradients]:
         """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
         self._passes.calls += Calls(products=1)
         terms = self._at(point, with_x=len(inputs) > 1)
@@ -242,7 +223,7 @@ class LowerLevel:
         return term.outputs(point.leaf.detach() if constant else point.leaf)
 
     def _at(self, point: LowerPoint, with_x: bool = False) -> list[Callable[[], tuple[Tensor]]]:
-        """Return the terms of g at a point; x is a constant unless the point is in x too."""
+        """Return the terms of g at a point; x is a constant unless ``with_x``."""
 
         def evaluate(term: LowerTerm, features: Any) -> tuple[Tensor]:
             if with_x:
@@ -253,8 +234,8 @@ class LowerLevel:
         return [partial(evaluate, *pair) for pair in pairs]
 
     def _difference(
-        self, y: LowerPoint, z: LowerPoint, inputs: tuple[Tensor, ...]
-    ) -> tuple[list[float], list[Tensor | None]]:
+        self, y: LowerPoint, z: LowerPoint, inputs: Inputs
+    ) -> tuple[list[float], Gradients]:
         """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
         self._passes.calls += Calls(gap=1)
         self._constants()

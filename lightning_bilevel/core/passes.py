@@ -8,31 +8,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.vectors import norm
 
-__all__ = [
-    "NAMES",
-    "Calls",
-    "Gradients",
-    "Passes",
-    "Reduce",
-    "Residuals",
-    "check_finite",
-    "check_scalar",
-    "coupled",
-    "leaf",
-    "or_zeros",
-]
-
 Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
-Gradients = list[Tensor | None]
+Gradients = Sequence[Tensor | None]
+Inputs = tuple[Tensor, ...]
 # One chunk of a function: its value, or the two values of a difference.
 Term = Callable[[], tuple[Tensor, ...]]
 
@@ -98,7 +86,7 @@ class Passes:
         # Whether a function has been differentiated twice, so that it need not be checked again.
         self._differentiable = False
 
-    def value(self, name: str, terms: Sequence[Term], inputs: tuple[Tensor, ...]) -> float:
+    def value(self, name: str, terms: Sequence[Term], inputs: Inputs) -> float:
         """Return the sum of the terms without a gradient; only an error message uses the inputs."""
         with torch.no_grad():
             values = [check_scalar(name, value) for term in terms for value in term()]
@@ -111,7 +99,7 @@ class Passes:
         self,
         name: str,
         terms: Sequence[Term],
-        inputs: tuple[Tensor, ...],
+        inputs: Inputs,
         *,
         retain: bool = False,
         by: Callable[[Tensor], Gradients] | None = None,
@@ -120,6 +108,7 @@ class Passes:
 
         The gradients are those in the inputs, or what ``by`` returns: a vector for each input.
         """
+        by = by or partial(autograd.grad, inputs=inputs, allow_unused=True, retain_graph=retain)
         totals: list[Tensor] = []
         grads: Gradients = [None] * len(inputs)
         with torch.enable_grad():
@@ -127,12 +116,7 @@ class Passes:
                 values = [check_scalar(name, value) for value in term()]
                 target = values[0] if len(values) == 1 else values[0] - values[1]
                 if target.requires_grad:
-                    new = (
-                        torch.autograd.grad(target, inputs, allow_unused=True, retain_graph=retain)
-                        if by is None
-                        else by(target)
-                    )
-                    grads = [_plus(*pair) for pair in zip(grads, new, strict=True)]
+                    grads = [_plus(*pair) for pair in zip(grads, by(target), strict=True)]
                 found = [value.detach() for value in values]
                 # float64: the Moreau gap is a small difference of large numbers.
                 pairs = zip(totals, found, strict=True)
@@ -147,7 +131,7 @@ class Passes:
         return results, grads
 
     def differentiate_twice(
-        self, name: str, terms: Sequence[Term], y: Tensor, v: Tensor, inputs: tuple[Tensor, ...]
+        self, name: str, terms: Sequence[Term], y: Tensor, v: Tensor, inputs: Inputs
     ) -> tuple[float, Gradients]:
         """Return the sum of the terms, its gradient in y, and that of <gradient, v> in the inputs.
 
@@ -155,15 +139,13 @@ class Passes:
         """
 
         def twice(value: Tensor) -> Gradients:
-            (slope,) = torch.autograd.grad(value, (y,), create_graph=True, allow_unused=True)
+            (slope,) = autograd.grad(value, (y,), create_graph=True, allow_unused=True)
             if slope is None or not slope.requires_grad:
                 return [slope, *(None for _ in inputs)]
             if not (self._differentiable or _twice_differentiable(slope)):
                 raise _no_second(name, "a function in it is marked once_differentiable")
             try:
-                second = torch.autograd.grad(
-                    slope, inputs, grad_outputs=v, retain_graph=True, allow_unused=True
-                )
+                second = autograd.grad(slope, inputs, v, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 if "is not implemented" not in str(error):
                     raise
@@ -176,7 +158,7 @@ class Passes:
 
 
 def _sum_over_processes(
-    reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: tuple[Tensor, ...]
+    reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: Inputs
 ) -> tuple[list[float], Gradients]:
     """Sum values and gradients over the processes.
 
@@ -215,8 +197,7 @@ def coupled(name: str, grad: Tensor | None) -> Tensor:
     if grad is None:
         raise ValueError(
             f"{NAMES[name]} does not depend on the lower-level variables y: a bilevel problem "
-            "needs both functions to. Look for a `detach()` or a `no_grad()` in it, or for "
-            "parameters that were declared at the wrong level."
+            "needs both functions to. Look for a `detach()`, a `no_grad()`, or a wrong level."
         )
     return grad
 
@@ -266,11 +247,7 @@ def check_scalar(name: str, value: object) -> Tensor:
 
 
 def check_finite(
-    name: str,
-    values: list[float],
-    sums: list[float],
-    grads: Sequence[Tensor | None],
-    inputs: tuple[Tensor, ...],
+    name: str, values: list[float], sums: list[float], grads: Gradients, inputs: Inputs
 ) -> None:
     """Raise an error if a value or a gradient is not finite; ``sums`` are the gradients' sums."""
     # v - v is 0 for a finite number and NaN otherwise, so one sum tests all numbers. A gradient

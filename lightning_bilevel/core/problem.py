@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import BilevelError
-from lightning_bilevel.core.lower import (
-    Function,
-    LowerLevel,
-    LowerTerm,
-    Part,
-    nothing,
-    unchanged,
-    weighted,
-)
+from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, nothing, weighted
 from lightning_bilevel.core.passes import (
     NAMES,
     Calls,
+    Gradients,
+    Inputs,
     Passes,
     Reduce,
     Residuals,
@@ -74,7 +68,7 @@ class Start:
     lower_gradient: float
 
 
-class BilevelProblem(Passes):
+class BilevelProblem:
     r"""f and g as functions of flat vectors, with the sets of x and y.
 
     Args:
@@ -127,7 +121,6 @@ class BilevelProblem(Passes):
             raise ValueError(
                 "`BilevelProblem` was given features and outputs: g may have one or the other."
             )
-        super().__init__(reduce)
         self.upper_terms = _terms(upper)
         self.single_level = lower is None
         self.lower_terms = _terms(nothing if lower is None else lower, features, outputs)
@@ -137,6 +130,25 @@ class BilevelProblem(Passes):
         self.lower_set = lower_set or Free()
         self.share: tuple[float, float] | None = None
         self.upper_has_x: bool | None = None
+        self._passes = Passes(reduce)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy counts its own evaluations.
+        return {**self.__dict__, "_passes": copy.copy(self._passes)}
+
+    @property
+    def calls(self) -> Calls:
+        """How often each evaluation was made so far."""
+        return self._passes.calls
+
+    @calls.setter
+    def calls(self, calls: Calls) -> None:
+        self._passes.calls = calls
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """Sums a tensor over the processes that share the data; None for a single process."""
+        return self._passes.reduce
 
     @property
     def beyond(self) -> str:
@@ -175,7 +187,7 @@ class BilevelProblem(Passes):
         part.lower_terms = _weighted(self.lower_terms, lower)
         # A process without data learns from the whole batch how many constraints there are.
         part.residual_terms = [weighted(term, upper) for term in self.residual_terms]
-        part.reduce, part.calls = reduce, Calls()
+        part._passes = Passes(reduce)
         return part
 
     def mean_over_ranks(self, value: float, like: Tensor) -> float:
@@ -227,17 +239,15 @@ class BilevelProblem(Passes):
         self.calls += Calls(upper=len(values))
         return Residuals(tuple(values), gradients)
 
-    def _differentiate_upper(
-        self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[float, list[Tensor | None]]:
+    def _differentiate_upper(self, x: Tensor, y: Tensor, inputs: Inputs) -> tuple[float, Gradients]:
         self.calls += Calls(upper=1)
         terms = [partial(lambda term: (term(x, y),), term) for term in self.upper_terms]
-        (value,), grads = self.differentiate("f", terms, inputs)
+        (value,), grads = self._passes.differentiate("f", terms, inputs)
         return value, grads
 
     def at(self, x: Tensor) -> LowerLevel:
         """Return g(x, .) for a fixed x, to be evaluated at any number of points."""
-        return LowerLevel(self.lower_terms, x, Passes() if self.single_level else self)
+        return LowerLevel(self.lower_terms, x, Passes() if self.single_level else self._passes)
 
     def check(self, x: Tensor, y: Tensor) -> Start:
         """Evaluate f and g twice and refuse a problem whose values differ.
@@ -273,18 +283,18 @@ class BilevelProblem(Passes):
             if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
                 raise BilevelError(
                     f"{name} was {first:.9g} and then {second:.9g} at the same point: the methods "
-                    "here need a deterministic objective. Switch off dropout and random "
-                    "augmentation, or fix their random numbers."
+                    "here need a deterministic objective, without dropout or random augmentation."
                 )
 
 
 def _terms(losses: Any, features: Any = None, outputs: Any = None) -> list[LowerTerm]:
-    """Return one term per chunk, each with its own parts."""
-    losses = _as_list(losses)
-    parts = [
-        _as_list(p) if p is not None else [unchanged] * len(losses) for p in (features, outputs)
-    ]
-    return [LowerTerm(*term) for term in zip(losses, *parts, strict=True)]
+    """Return one term per chunk, each with its own part."""
+    terms = [LowerTerm(loss) for loss in _as_list(losses)]
+    if features is not None:
+        return [replace(t, features=p) for t, p in zip(terms, _as_list(features), strict=True)]
+    if outputs is not None:
+        return [replace(t, outputs=p) for t, p in zip(terms, _as_list(outputs), strict=True)]
+    return terms
 
 
 def _as_list(given: Any) -> list[Any]:

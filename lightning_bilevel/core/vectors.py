@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Metric", "dot", "norm", "squared_distance"]
-
 # On a CPU longer vectors are summed piece by piece. The memory of a longer product comes from the
 # system page by page, which takes longer than the sum, while a piece stays in the cache.
 _PIECE = 1 << 16
