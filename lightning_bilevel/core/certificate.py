@@ -18,18 +18,15 @@ also is at a maximum: that y is nearly optimal is not certified.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from operator import attrgetter
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap
-from lightning_bilevel.core.multiplier import Lagrangian
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_psi
@@ -38,7 +35,11 @@ from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.table import table
 
-__all__ = ["Certificate", "certify"]
+# Multipliers are searched one after another, in so many rounds at most.
+_ROUNDS = 100
+_Number = cached_property[float]
+_Numbers = cached_property[list[float]]
+_Known = cached_property[float | None]
 
 
 @dataclass(frozen=True)
@@ -94,82 +95,41 @@ class Certificate:
     point: str = ""
     passes: int = field(default=0, compare=False)
 
-    rho = property(attrgetter("envelope.rho"), doc="The parameter of the Moreau envelope.")
-    sigma = property(attrgetter("envelope.sigma"), doc="The assumed weak-convexity modulus.")
-    delta = property(attrgetter("envelope.delta"), doc="The relaxation.")
-
-    @property
-    def kkt(self) -> float:
-        """The largest of the three residuals."""
-        return max(self.stationarity, self.feasibility, self.complementarity)
-
-    @property
-    def feasibility(self) -> float:
-        r""":math:`\Phi^f`, the largest violation of a constraint."""
-        return max(0.0, *self.residuals)
-
-    @property
-    def complementarity(self) -> float:
-        r""":math:`\Phi^c`, the largest product of a constraint and its multiplier."""
-        pairs = zip(self.multipliers, self.residuals, strict=True)
-        return max(abs(weight * residual) for weight, residual in pairs)
-
-    @property
-    def residual(self) -> float:
-        """R."""
-        return self.residuals[0]
-
-    @property
-    def multiplier(self) -> float:
-        r""":math:`\lambda`, the multiplier of R."""
-        return self.multipliers[0]
-
-    @property
-    def constraints(self) -> list[float]:
-        """The values of the constraints beside the lower level."""
-        return self.residuals[1:]
-
-    @property
-    def constraint_multipliers(self) -> list[float]:
-        """The multipliers of the constraints beside the lower level."""
-        return self.multipliers[1:]
-
-    @property
-    def gap(self) -> float:
-        """H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .)."""
-        return max(self.residual + self.envelope.delta, 0.0)
-
-    @property
-    def prox_stationarity(self) -> float:
-        """|y - z| / rho, a bound on how far z is from being stationary for g(x, .) over Y.
-
-        It is for z, not y, and exact where z is in the interior of Y.
-        """
-        return self.prox_distance / self.envelope.rho
-
-    @property
-    def distance_bound(self) -> float:
-        """What delta + :math:`[R]_+` guarantees for ``prox_distance``."""
-        return self.envelope.distance_bound(max(self.residual, 0.0))
-
-    @property
-    def stationarity_bound(self) -> float:
-        """What delta + :math:`[R]_+` guarantees for ``prox_stationarity``."""
-        return self.envelope.stationarity_bound(max(self.residual, 0.0))
-
-    @property
-    def first_upper_gradient(self) -> float | None:
-        """``upper_gradient`` at the start of the run; None if unknown."""
-        return None if self.start is None else self.start.upper_gradient
-
-    @property
-    def first_lower_gradient(self) -> float | None:
-        """``lower_gradient`` at the start of the run; None if unknown."""
-        return None if self.start is None else self.start.lower_gradient
+    #: The parameters of the Moreau envelope, and the relaxation.
+    rho = _Number(lambda c: c.envelope.rho)
+    sigma = _Number(lambda c: c.envelope.sigma)
+    delta = _Number(lambda c: c.envelope.delta)
+    #: R, and its multiplier.
+    residual = _Number(lambda c: c.residuals[0])
+    multiplier = _Number(lambda c: c.multipliers[0])
+    #: The constraints beside the lower level, and their multipliers.
+    constraints = _Numbers(lambda c: c.residuals[1:])
+    constraint_multipliers = _Numbers(lambda c: c.multipliers[1:])
+    #: The largest violation of a constraint.
+    feasibility = _Number(lambda c: max(0.0, *c.residuals))
+    #: The largest product of a constraint and its multiplier.
+    complementarity = _Number(
+        lambda c: max(abs(m * r) for m, r in zip(c.multipliers, c.residuals, strict=True))
+    )
+    #: The largest of stationarity, feasibility and complementarity.
+    kkt = _Number(lambda c: max(c.stationarity, c.feasibility, c.complementarity))
+    #: H, the Moreau gap, which is 0 exactly where y is stationary for g(x, .).
+    gap = _Number(lambda c: max(c.residual + c.delta, 0.0))
+    #: |y - z| / rho, a bound on how far z, not y, is from stationary for g(x, .) over Y. It is
+    #: exact where z is in the interior of Y.
+    prox_stationarity = _Number(lambda c: c.prox_distance / c.rho)
+    #: What delta + [R]_+ guarantees for ``prox_distance`` and for ``prox_stationarity``.
+    distance_bound = _Number(lambda c: c.envelope.distance_bound(max(c.residual, 0.0)))
+    stationarity_bound = _Number(lambda c: c.envelope.stationarity_bound(max(c.residual, 0.0)))
+    #: ``upper_gradient`` and ``lower_gradient`` at the start of the run; None if unknown.
+    first_upper_gradient = _Known(lambda c: c.start and c.start.upper_gradient)
+    first_lower_gradient = _Known(lambda c: c.start and c.start.lower_gradient)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes as plain numbers and words, for JSON."""
-        derived = [name for name, kind in vars(Certificate).items() if isinstance(kind, property)]
+        derived = (
+            name for name, of in vars(Certificate).items() if isinstance(of, cached_property)
+        )
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def rows(self) -> list[tuple[str, str]]:
@@ -202,6 +162,98 @@ class Certificate:
 
     def __str__(self) -> str:
         return table("certificate", self.rows())
+
+
+@dataclass(frozen=True)
+class Lagrangian:
+    """The gradients at a point w = (x, y) of the set C."""
+
+    feasible: ConvexSet
+    w: Tensor
+    grad_f: Tensor
+    residuals: Residuals
+
+    def stationarity(self, multipliers: Sequence[float]) -> float:
+        r"""Return :math:`\Phi^s`, the distance of the negative gradient from the normal cone."""
+        total = self.grad_f
+        for multiplier, gradient in zip(multipliers, self.residuals.gradients, strict=True):
+            total = total + multiplier * gradient
+        return self.feasible.normal_cone_distance(self.w, total)
+
+    def best_multipliers(self, first: float | None) -> list[float]:
+        r"""Return the multipliers; that of R is ``first``, if it is known.
+
+        Without constraints beside it, that of R minimises :math:`\Phi^s`. Complementarity has no
+        say in it, so another one may have a smaller largest residual: see
+        :meth:`smallest_kkt`. With constraints they minimise
+        :math:`(\Phi^s)^2 + \sum_{i > 0} (\lambda_i r_i)^2`, so that a slack one has none. This is
+        convex and smooth, and minimising along one multiplier after the other finds the smallest.
+        """
+        best = [first or 0.0] + [0.0] * (len(self.residuals.values) - 1)
+        free = range(0 if first is None else 1, len(best))
+        for _ in range(_ROUNDS if len(free) > 1 else 1):
+            before = list(best)
+            for i in free:
+                best[i] = minimiser(partial(self._error, best, i))
+            if all(map(partial(math.isclose, abs_tol=1e-9), before, best)):
+                break
+        return best
+
+    def smallest_kkt(self, multipliers: Sequence[float]) -> float:
+        r"""Return the smallest KKT residual over all multipliers of R, with the others fixed.
+
+        .. math:: \min_{\lambda \ge 0} \max\{\Phi^s(\lambda), [R]_+, \lambda |R|\}
+
+        It is the smallest :math:`\epsilon` for which the point is an :math:`\epsilon`-KKT point.
+        All three are convex in :math:`\lambda`, so their maximum is. The search ends at 7e-5 of
+        its bracket, so the result is right to some three digits, and never too small. It is at
+        least as good as the given multipliers.
+        """
+        weight, *others = multipliers
+        residual, *beside = self.residuals.values
+
+        def largest(weight: float) -> float:
+            return max(self.stationarity([weight, *others]), residual, weight * abs(residual))
+
+        smallest = largest(weight)
+        # No multiplier makes the violation smaller.
+        if smallest > residual:
+            smallest = min(smallest, largest(minimiser(largest, rounds=20)))
+        products = (abs(weight * value) for weight, value in zip(others, beside, strict=True))
+        return max([smallest, *beside, *products])
+
+    def _error(self, multipliers: Sequence[float], i: int, value: float) -> float:
+        changed = [*multipliers[:i], value, *multipliers[i + 1 :]]
+        beside = zip(changed[1:], self.residuals.values[1:], strict=True)
+        return math.hypot(self.stationarity(changed), *(weight * r for weight, r in beside))
+
+
+def minimiser(function: Callable[[float], float], rounds: int = 45) -> float:
+    """Return the smallest minimiser of a convex function on the nonnegative numbers.
+
+    Doubling brackets it, and a golden-section search finds it. Each round keeps 0.62 of the
+    bracket, so 20 rounds leave 7e-5 of it and 45 rounds 4e-10. In a smaller bracket the compared
+    values differ only by rounding.
+    """
+    low, high = 0.0, 2.0
+    while function(high) < function(high / 2) and high < 2e12:
+        high *= 2
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    for _ in range(rounds):
+        # Ties go to the left: where the gradient of R is 0, all multipliers are equally good and
+        # the smallest is wanted.
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+    middle = (low + high) / 2
+    return 0.0 if function(0.0) <= function(middle) else middle
 
 
 def certify(
@@ -243,9 +295,8 @@ def certify(
     """
     if not isinstance(envelope, Envelope):
         raise TypeError(
-            f"`certify(envelope={envelope!r})` must be an `Envelope`: a solver that chooses rho "
-            "and sigma for itself has none before its first step. Run it first, or give "
-            "`Envelope(rho=..., sigma=..., delta=...)`."
+            f"`certify(envelope={envelope!r})` must be an `Envelope`: a solver that chooses it has "
+            "none before its first step. Run it first, or give `Envelope(rho, sigma, delta)`."
         )
     x, y = x.detach(), y.detach()
     if tolerance is None:
@@ -255,13 +306,19 @@ def certify(
         upper = problem.upper(x, y)
         beside = problem.residuals(x, y)
         lower = problem.at(x)
-        z, tolerance = _prox(lower, y, envelope.rho, problem.lower_set, tolerance, passes)
+        prox = partial(precise_prox, lower, y, envelope.rho, problem.lower_set, tolerance=tolerance)
+        if passes is None:
+            z = prox()
+        else:
+            z = prox(max_iterations=passes, best_effort=True)
+            direction = slope_of_psi(lower.gradient(z), z, y, envelope.rho)
+            step = projected_step(z, direction, envelope.rho, problem.lower_set)
+            tolerance = max(tolerance, norm(z - step) / envelope.rho)
         slope = lower.gradient(y)
         gap = evaluate_gap(lower, y, z, envelope, slope)
         spent = (problem.calls - calls).passes
     residuals = Residuals(
-        (gap.residual, *beside.values),
-        (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients),
+        (gap.residual, *beside.values), (torch.cat([gap.grad_x, gap.grad_y]), *beside.gradients)
     )
     feasible = Product([problem.upper_set, problem.lower_set], [x.numel(), y.numel()])
     grad_f = torch.cat([upper.grad_x, upper.grad_y])
@@ -291,16 +348,3 @@ def certify(
         point=point,
         passes=spent,
     )
-
-
-def _prox(
-    lower: LowerLevel, y: Tensor, rho: float, lower_set: ConvexSet, wanted: float, limit: int | None
-) -> tuple[Tensor, float]:
-    """Return the proximal point and its accuracy, which a limit may leave above the wanted one."""
-    prox = partial(precise_prox, lower, y, rho, lower_set, tolerance=wanted)
-    if limit is None:
-        return prox(), wanted
-    z = prox(max_iterations=limit, best_effort=True)
-    direction = slope_of_psi(lower.gradient(z), z, y, rho)
-    mapping = norm(z - projected_step(z, direction, rho, lower_set)) / rho
-    return z, max(wanted, mapping)

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Chunks", "as_chunks", "leaves", "map_tensors", "samples_in", "tensors"]
-
 
 @dataclass
 class Chunks:
@@ -98,8 +96,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     if isinstance(batch, Mapping):
         mapping: Any = copy.copy(batch)
-        for key, value in batch.items():
-            mapping[key] = map_tensors(function, value)
+        mapping.update({key: map_tensors(function, value) for key, value in batch.items()})
         return mapping
     if is_dataclass(batch) and not isinstance(batch, type):
         copied: Any = copy.copy(batch)

@@ -14,21 +14,12 @@ from torch import Tensor
 
 from lightning_bilevel.core.errors import NonFiniteError
 from lightning_bilevel.core.lower import LowerLevel
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.core.vectors import Metric, norm
 
-__all__ = [
-    "coupling",
-    "difference_curvature",
-    "difference_length",
-    "difference_products",
-    "lower_curvature",
-    "reachable_envelope",
-    "upper_curvature",
-]
+_Map = Callable[[Tensor], Tensor]
 
 
 def lower_curvature(
@@ -78,12 +69,7 @@ def coupling(problem: BilevelProblem, x: Tensor, y: Tensor, z: Tensor) -> float:
     return norm(problem.at(x).gap_x(y, z)[1]) / distance if distance > 0.0 else 0.0
 
 
-def _largest(
-    gradient: Callable[[Tensor], Tensor],
-    w: Tensor,
-    project: Callable[[Tensor], Tensor],
-    steps: int,
-) -> float:
+def _largest(gradient: _Map, w: Tensor, project: _Map, steps: int) -> float:
     """Return the largest |gradient(w + d) - gradient(w)| / |d| of a power iteration in the set."""
     start = gradient(w)
     largest = 0.0

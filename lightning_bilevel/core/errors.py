@@ -1,9 +1,5 @@
 """The errors that stop a run, each with the reason in its message."""
 
-from __future__ import annotations
-
-__all__ = ["BilevelError", "CheckpointError", "InnerLoopError", "LineSearchError", "NonFiniteError"]
-
 
 class BilevelError(RuntimeError):
     """The run cannot go on, for a reason that the message names."""

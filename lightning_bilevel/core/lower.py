@@ -9,7 +9,7 @@ of y: outputs(y) is computed once, for any x. Who meets a point again holds its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,27 +17,17 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.chunks import map_tensors
-from lightning_bilevel.core.passes import Calls, Passes, coupled, leaf, or_zeros
-
-__all__ = [
-    "At",
-    "FullGap",
-    "Function",
-    "Gap",
-    "LowerLevel",
-    "LowerPoint",
-    "LowerTerm",
-    "Part",
-    "Products",
-    "nothing",
-    "vector",
-    "weighted",
-]
+from lightning_bilevel.core.passes import Calls, Gradients, Inputs, Passes, coupled, leaf, or_zeros
 
 # A function of x and y.
 Function = Callable[[Any, Any], Tensor]
 # A part of g that depends on x alone or on y alone.
 Part = Callable[[Tensor], Any]
+
+
+def unchanged(v: Tensor) -> Tensor:
+    """Return the vector itself: the part of a lower level that is not split."""
+    return v
 
 
 @dataclass(frozen=True)
@@ -46,25 +36,19 @@ class LowerTerm:
 
     Attributes:
         loss: The rest of g; without features and outputs it is g itself, a function of x and y.
-        features: The part of g that depends on x alone; None passes x itself to the loss.
-        outputs: The part of g that depends on y alone; None passes y itself to the loss.
+        features: The part of g that depends on x alone.
+        outputs: The part of g that depends on y alone.
     """
 
     loss: Function
-    features: Part | None = None
-    outputs: Part | None = None
+    features: Part = unchanged
+    outputs: Part = unchanged
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self.features_at(x), self.outputs_at(y))
-
-    def features_at(self, x: Tensor) -> Any:
-        return x if self.features is None else self.features(x)
-
-    def outputs_at(self, y: Tensor) -> Any:
-        return y if self.outputs is None else self.outputs(y)
+        return self.loss(self.features(x), self.outputs(y))
 
     def weighted(self, weight: float) -> LowerTerm:
-        return LowerTerm(weighted(self.loss, weight), self.features, self.outputs)
+        return replace(self, loss=weighted(self.loss, weight))
 
 
 class Gap(NamedTuple):
@@ -108,8 +92,6 @@ class LowerPoint:
     Several chunks keep nothing: the graphs of all chunks together do not fit into memory.
     """
 
-    __slots__ = ("_outputs", "keeps", "leaf")
-
     def __init__(self, y: Tensor, keeps: bool = True) -> None:
         self.leaf = leaf(y)
         self.keeps = keeps
@@ -143,7 +125,7 @@ class LowerLevel:
         self.x = leaf(x)
         self._terms = terms
         self._passes = passes
-        self._shares_outputs = len(terms) == 1 and terms[0].outputs is not None
+        self._shares_outputs = len(terms) == 1 and terms[0].outputs is not unchanged
         # features(x) without a graph, one entry per chunk.
         self._features: list[Any] | None = None
         # The features with their graph, for the first gap at this x; of a single chunk only.
@@ -193,16 +175,11 @@ class LowerLevel:
     def full_gap(self, y: Tensor, z: Tensor) -> FullGap:
         """Return what :meth:`gap` returns, and the gradient of g(x, .) at z."""
         # Two handles: y and z may be one tensor, and then have a gradient each.
-        first, second = LowerPoint(y, keeps=False), LowerPoint(z, keeps=False)
+        first, second = _point(y), _point(z)
         inputs = (self.x, first.leaf, second.leaf)
-        (value_y, value_z), (grad_x, grad_y, minus) = self._difference(first, second, inputs)
-        return FullGap(
-            value_y,
-            value_z,
-            or_zeros(grad_x, self.x),
-            coupled("g", grad_y),
-            -coupled("g", minus),
-        )
+        values, (grad_x, *grads) = self._difference(first, second, inputs)
+        grad_y, minus = (coupled("g", grad) for grad in grads)
+        return FullGap(values[0], values[1], or_zeros(grad_x, self.x), grad_y, -minus)
 
     def products(self, y: At, v: Tensor) -> Products:
         """Return the products of the second derivatives of g at (x, y) with v, and the gradient.
@@ -220,18 +197,20 @@ class LowerLevel:
         coupled("g", grad_y)
         return or_zeros(yy, v)
 
+    def _twice(self, point: LowerPoint, v: Tensor, inputs: Inputs) -> tuple[float, Gradients]:
+        """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
+        self._passes.calls += Calls(products=1)
+        terms = self._at(point, with_x=len(inputs) > 1)
+        return self._passes.differentiate_twice("g", terms, point.leaf, v, inputs)
+
     def _constants(self) -> list[Any]:
-        """Return the features of each chunk, without a graph."""
+        """Return the features of each chunk, without a graph; that of a single chunk is kept."""
         if self._features is None:
-            if len(self._terms) == 1 and self._terms[0].features is not None:
-                with torch.enable_grad():
-                    self._graph = self._terms[0].features(self.x)
-                self._features = [map_tensors(Tensor.detach, self._graph)]
-            else:
-                with torch.no_grad():
-                    self._features = [
-                        map_tensors(Tensor.detach, term.features_at(self.x)) for term in self._terms
-                    ]
+            single = len(self._terms) == 1
+            with torch.set_grad_enabled(single):
+                features = [term.features(self.x) for term in self._terms]
+            self._graph = features[0] if single else None
+            self._features = [map_tensors(Tensor.detach, part) for part in features]
         return self._features
 
     def _keeps(self, point: LowerPoint) -> bool:
@@ -239,21 +218,25 @@ class LowerLevel:
 
     def _outputs(self, term: LowerTerm, point: LowerPoint, constant: bool = False) -> Any:
         """Return the second argument of a loss; ``constant`` leaves out its graph."""
-        if term.outputs is not None and self._keeps(point):
+        if self._keeps(point):
             shared = point.outputs(term.outputs)
             return map_tensors(Tensor.detach, shared) if constant else shared
-        return term.outputs_at(point.leaf.detach() if constant else point.leaf)
+        return term.outputs(point.leaf.detach() if constant else point.leaf)
 
-    def _at(self, point: LowerPoint) -> list[Callable[[], tuple[Tensor]]]:
-        """Return the terms of g at a point, with x as a constant."""
-        return [
-            partial(lambda term, fixed: (term.loss(fixed, self._outputs(term, point)),), *pair)
-            for pair in zip(self._terms, self._constants(), strict=True)
-        ]
+    def _at(self, point: LowerPoint, with_x: bool = False) -> list[Callable[[], tuple[Tensor]]]:
+        """Return the terms of g at a point; x is a constant unless ``with_x``."""
+
+        def evaluate(term: LowerTerm, features: Any) -> tuple[Tensor]:
+            if with_x:
+                features = term.features(self.x) if self._graph is None else self._graph
+            return (term.loss(features, self._outputs(term, point)),)
+
+        pairs = zip(self._terms, self._constants(), strict=True)
+        return [partial(evaluate, *pair) for pair in pairs]
 
     def _difference(
-        self, y: LowerPoint, z: LowerPoint, inputs: tuple[Tensor, ...]
-    ) -> tuple[list[float], list[Tensor | None]]:
+        self, y: LowerPoint, z: LowerPoint, inputs: Inputs
+    ) -> tuple[list[float], Gradients]:
         """Differentiate g(x, y) - g(x, z) in x, in x and y, or in x, y and z."""
         self._passes.calls += Calls(gap=1)
         self._constants()
@@ -261,31 +244,13 @@ class LowerLevel:
         graph, self._graph = self._graph, None
 
         def pair(term: LowerTerm) -> tuple[Tensor, Tensor]:
-            features = term.features_at(self.x) if graph is None else graph
+            features = term.features(self.x) if graph is None else graph
             first = term.loss(features, self._outputs(term, y, constant=len(inputs) < 2))
             return first, term.loss(features, self._outputs(term, z, constant=len(inputs) < 3))
 
         return self._passes.differentiate(
             "g", [partial(pair, term) for term in self._terms], inputs, retain=self._keeps(y)
         )
-
-    def _twice(
-        self, point: LowerPoint, v: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[float, list[Tensor | None]]:
-        """Return g, its gradient in y, and the gradient of <gradient, v> in y, or in y and x."""
-        self._passes.calls += Calls(products=1)
-
-        def evaluate(term: LowerTerm, constant: Any) -> tuple[Tensor]:
-            features = constant
-            if len(inputs) > 1:
-                features = term.features_at(self.x) if self._graph is None else self._graph
-            return (term.loss(features, self._outputs(term, point)),)
-
-        terms = [
-            partial(evaluate, term, constant)
-            for term, constant in zip(self._terms, self._constants(), strict=True)
-        ]
-        return self._passes.differentiate_twice("g", terms, point.leaf, v, inputs)
 
 
 def weighted(function: Function, weight: float) -> Function:

@@ -22,8 +22,6 @@ from torch import Tensor
 from lightning_bilevel.core.lower import At, LowerLevel, vector
 from lightning_bilevel.core.vectors import squared_distance
 
-__all__ = ["Envelope", "MoreauPoint", "evaluate_gap", "gap_lipschitz", "gradient_error"]
-
 
 @dataclass(frozen=True)
 class Envelope:
@@ -117,10 +115,8 @@ def gradient_error(
 
     .. math:: E_\mu(\zeta) = \sqrt{L_{xy}^2 + 1/\rho^2} \, \sqrt{2\zeta/m} + b_\phi B_R \zeta / \mu
     """
-    return (
-        math.hypot(L_xy, 1 / envelope.rho) * math.sqrt(2 * zeta / envelope.modulus)
-        + b * B_R * zeta / mu
-    )
+    of_z = math.hypot(L_xy, 1 / envelope.rho) * math.sqrt(2 * zeta / envelope.modulus)
+    return of_z + b * B_R * zeta / mu
 
 
 def evaluate_gap(
@@ -132,9 +128,8 @@ def evaluate_gap(
     """
     gap = lower.gap(at_y, at_z, grad_y)
     y, z = vector(at_y), vector(at_z)
-    residual = (
-        gap.value_y - gap.value_z - squared_distance(y, z) / (2 * envelope.rho) - envelope.delta
-    )
+    proximal = squared_distance(y, z) / (2 * envelope.rho)
+    residual = gap.value_y - gap.value_z - proximal - envelope.delta
     pull = torch.sub(y, z).div_(envelope.rho)
     grad_y = torch.sub(gap.grad_y, pull, out=pull)
     return MoreauPoint(z, gap.value_y, residual, gap.grad_x, grad_y)

@@ -8,32 +8,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
 
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.vectors import norm
 
-__all__ = [
-    "NAMES",
-    "Calls",
-    "Gradients",
-    "Passes",
-    "Reduce",
-    "Residuals",
-    "check_finite",
-    "check_scalar",
-    "coupled",
-    "leaf",
-    "or_zeros",
-    "plus",
-]
-
 Reduce = Callable[[Tensor], Tensor]
 # One gradient per input; None where the function does not depend on it.
-Gradients = list[Tensor | None]
+Gradients = Sequence[Tensor | None]
+Inputs = tuple[Tensor, ...]
 # One chunk of a function: its value, or the two values of a difference.
 Term = Callable[[], tuple[Tensor, ...]]
 
@@ -88,25 +75,23 @@ class Passes:
 
     Args:
         reduce: Sums a tensor over the processes that share the data; None for a single process.
-        calls: The count so far; None starts at 0.
+
+    Attributes:
+        calls: How often each evaluation was made so far.
     """
 
-    def __init__(self, reduce: Reduce | None = None, calls: Calls | None = None) -> None:
+    def __init__(self, reduce: Reduce | None = None) -> None:
         self.reduce = reduce
-        self.calls = Calls() if calls is None else calls
+        self.calls = Calls()
         # Whether a function has been differentiated twice, so that it need not be checked again.
         self._differentiable = False
 
-    def value(self, name: str, terms: Sequence[Term], inputs: tuple[Tensor, ...]) -> float:
+    def value(self, name: str, terms: Sequence[Term], inputs: Inputs) -> float:
         """Return the sum of the terms without a gradient; only an error message uses the inputs."""
         with torch.no_grad():
-            values = [value for term in terms for value in term()]
-        for value in values:
-            check_scalar(name, value)
+            values = [check_scalar(name, value) for term in terms for value in term()]
         total = torch.stack(values).double().sum()
-        if self.reduce is not None:
-            total = self.reduce(total.reshape(1))
-        number = float(total)
+        number = float(total if self.reduce is None else self.reduce(total.reshape(1)))
         check_finite(name, [number], [], [], inputs)
         return number
 
@@ -114,7 +99,7 @@ class Passes:
         self,
         name: str,
         terms: Sequence[Term],
-        inputs: tuple[Tensor, ...],
+        inputs: Inputs,
         *,
         retain: bool = False,
         by: Callable[[Tensor], Gradients] | None = None,
@@ -123,28 +108,19 @@ class Passes:
 
         The gradients are those in the inputs, or what ``by`` returns: a vector for each input.
         """
+        by = by or partial(autograd.grad, inputs=inputs, allow_unused=True, retain_graph=retain)
         totals: list[Tensor] = []
         grads: Gradients = [None] * len(inputs)
         with torch.enable_grad():
             for term in terms:
-                values = term()
-                for value in values:
-                    check_scalar(name, value)
+                values = [check_scalar(name, value) for value in term()]
                 target = values[0] if len(values) == 1 else values[0] - values[1]
                 if target.requires_grad:
-                    new = (
-                        torch.autograd.grad(target, inputs, allow_unused=True, retain_graph=retain)
-                        if by is None
-                        else by(target)
-                    )
-                    grads = [plus(*pair) for pair in zip(grads, new, strict=True)]
+                    grads = [_plus(*pair) for pair in zip(grads, by(target), strict=True)]
                 found = [value.detach() for value in values]
                 # float64: the Moreau gap is a small difference of large numbers.
-                totals = (
-                    [a.double() + b for a, b in zip(totals, found, strict=True)]
-                    if totals
-                    else found
-                )
+                pairs = zip(totals, found, strict=True)
+                totals = [a.double() + b for a, b in pairs] if totals else found
         if self.reduce is not None:
             return _sum_over_processes(self.reduce, name, totals, grads, inputs)
         # One stack needs one device sync.
@@ -155,12 +131,7 @@ class Passes:
         return results, grads
 
     def differentiate_twice(
-        self,
-        name: str,
-        terms: Sequence[Term],
-        y: Tensor,
-        v: Tensor,
-        inputs: tuple[Tensor, ...],
+        self, name: str, terms: Sequence[Term], y: Tensor, v: Tensor, inputs: Inputs
     ) -> tuple[float, Gradients]:
         """Return the sum of the terms, its gradient in y, and that of <gradient, v> in the inputs.
 
@@ -168,12 +139,17 @@ class Passes:
         """
 
         def twice(value: Tensor) -> Gradients:
-            (slope,) = torch.autograd.grad(value, (y,), create_graph=True, allow_unused=True)
+            (slope,) = autograd.grad(value, (y,), create_graph=True, allow_unused=True)
             if slope is None or not slope.requires_grad:
                 return [slope, *(None for _ in inputs)]
-            if not self._differentiable:
-                _check_differentiable(name, slope)
-            second = _second(name, slope, inputs, v)
+            if not (self._differentiable or _twice_differentiable(slope)):
+                raise _no_second(name, "a function in it is marked once_differentiable")
+            try:
+                second = autograd.grad(slope, inputs, v, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if "is not implemented" not in str(error):
+                    raise
+                raise _no_second(name, str(error)) from error
             return [slope.detach(), *second]
 
         (value,), grads = self.differentiate(name, terms, (y, *inputs), by=twice)
@@ -182,7 +158,7 @@ class Passes:
 
 
 def _sum_over_processes(
-    reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: tuple[Tensor, ...]
+    reduce: Reduce, name: str, totals: list[Tensor], grads: Gradients, inputs: Inputs
 ) -> tuple[list[float], Gradients]:
     """Sum values and gradients over the processes.
 
@@ -191,22 +167,18 @@ def _sum_over_processes(
     # A process whose part does not depend on an input contributes zeros. The flags tell whether the
     # part of any process depends on it.
     flags = inputs[0].new_tensor([grad is not None for grad in grads], dtype=torch.float64)
-    parts = [
-        v.new_zeros(v.numel()) if grad is None else grad
-        for grad, v in zip(grads, inputs, strict=True)
-    ]
+    parts = [or_zeros(grad, v) for grad, v in zip(grads, inputs, strict=True)]
     buffer = reduce(
         torch.cat([torch.stack(totals).double(), flags, *(part.double() for part in parts)])
     )
-    numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *(len(part) for part in parts)])
+    numbers, *sums = torch.split(buffer, [len(totals) + len(flags), *map(len, parts)])
     everything = torch.cat([numbers, torch.stack([part.sum() for part in sums])]).tolist()
-    values = everything[: len(totals)]
-    summed_flags = everything[len(totals) : -len(sums)]
-    checks = everything[-len(sums) :]
+    values, checks = everything[: len(totals)], everything[-len(sums) :]
     check_finite(name, values, checks, sums, inputs)
+    present = everything[len(totals) : -len(sums)]
     return values, [
         part.to(v.dtype) if flag else None
-        for part, flag, v in zip(sums, summed_flags, inputs, strict=True)
+        for part, flag, v in zip(sums, present, inputs, strict=True)
     ]
 
 
@@ -225,75 +197,57 @@ def coupled(name: str, grad: Tensor | None) -> Tensor:
     if grad is None:
         raise ValueError(
             f"{NAMES[name]} does not depend on the lower-level variables y: a bilevel problem "
-            "needs both functions to. Look for a `detach()` or a `no_grad()` in it, or for "
-            "parameters that were declared at the wrong level."
+            "needs both functions to. Look for a `detach()`, a `no_grad()`, or a wrong level."
         )
     return grad
 
 
-def _second(name: str, slope: Tensor, inputs: tuple[Tensor, ...], v: Tensor) -> Gradients:
-    try:
-        return list(
-            torch.autograd.grad(slope, inputs, grad_outputs=v, retain_graph=True, allow_unused=True)
-        )
-    except RuntimeError as error:
-        if "is not implemented" not in str(error):
-            raise
-        raise BilevelError(_no_second(name, str(error))) from error
-
-
-def _no_second(name: str, told: str) -> str:
-    return (
+def _no_second(name: str, told: str) -> BilevelError:
+    return BilevelError(
         f"{NAMES[name]} has no second derivatives here ({told}): take them as differences of "
         'gradients, `products="difference"` of the solver.'
     )
 
 
-def _check_differentiable(name: str, slope: Tensor) -> None:
-    """Refuse a gradient that was computed by a function marked ``once_differentiable``.
+def _twice_differentiable(slope: Tensor) -> bool:
+    """Return whether no function marked ``once_differentiable`` has computed a gradient.
 
     torch marks its result by a node that raises an error. That node has no inputs, so a backward
     pass to chosen inputs never comes there: it would take the result for a constant.
     """
-    waiting = [slope.grad_fn]
-    seen = set()
+    waiting, seen = [slope.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().endswith("Error"):
-            raise BilevelError(_no_second(name, "a function in it is marked once_differentiable"))
-        waiting.extend(following for following, _ in node.next_functions)
+        if node is not None and node not in seen:
+            if node.name().endswith("Error"):
+                return False
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return True
 
 
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the sum of two gradients; None is 0."""
     if a is None:
         return b
     return a if b is None else a + b
 
 
-def check_scalar(name: str, value: object) -> None:
-    """Refuse a function that returns anything but a scalar tensor."""
-    if not isinstance(value, Tensor) or value.ndim > 0:
-        got = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise TypeError(
-            f"{NAMES.get(name, name)} returned {got}: it must return a scalar tensor, such as a "
-            "mean or a sum."
-        )
+def check_scalar(name: str, value: object) -> Tensor:
+    """Return what a function returned; refuse anything but a scalar tensor."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        got = f"tensor of shape {tuple(value.shape)}"
+    raise TypeError(
+        f"{NAMES.get(name, name)} returned a {got}: it must return a scalar tensor, such as a mean "
+        "or a sum."
+    )
 
 
 def check_finite(
-    name: str,
-    values: list[float],
-    sums: list[float],
-    grads: Sequence[Tensor | None],
-    inputs: tuple[Tensor, ...],
+    name: str, values: list[float], sums: list[float], grads: Gradients, inputs: Inputs
 ) -> None:
     """Raise an error if a value or a gradient is not finite; ``sums`` are the gradients' sums."""
     # v - v is 0 for a finite number and NaN otherwise, so one sum tests all numbers. A gradient

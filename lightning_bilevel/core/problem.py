@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, 
 from lightning_bilevel.core.passes import (
     NAMES,
     Calls,
+    Gradients,
+    Inputs,
     Passes,
     Reduce,
     Residuals,
@@ -89,6 +91,7 @@ class BilevelProblem:
             beside the lower level. IVSP takes them.
 
     Attributes:
+        upper_has_x: Whether f depends on x; None before the first gradient of f in x.
         share: The shares of the upper and lower level's data that f and g are of, if the data are
             a sample; None for all data.
 
@@ -126,13 +129,12 @@ class BilevelProblem:
         self.upper_set = upper_set or Free()
         self.lower_set = lower_set or Free()
         self.share: tuple[float, float] | None = None
+        self.upper_has_x: bool | None = None
         self._passes = Passes(reduce)
-        # Whether f depends on x; None before its first gradient in x.
-        self._upper_has_x: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy counts its own evaluations.
-        return {**self.__dict__, "_passes": Passes(self.reduce, self.calls)}
+        return {**self.__dict__, "_passes": copy.copy(self._passes)}
 
     @property
     def calls(self) -> Calls:
@@ -149,11 +151,6 @@ class BilevelProblem:
         return self._passes.reduce
 
     @property
-    def upper_has_x(self) -> bool | None:
-        """Whether f depends on x; None before the first gradient of f in x."""
-        return self._upper_has_x
-
-    @property
     def beyond(self) -> str:
         """What the problem is beside f and g over two sets, in words; empty for nothing."""
         if self.single_level:
@@ -166,7 +163,7 @@ class BilevelProblem:
         Whether f depends on x is then known, if the other problem knows it.
         """
         self.share = share
-        self._upper_has_x = whole.upper_has_x
+        self.upper_has_x = whole.upper_has_x
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -208,7 +205,7 @@ class BilevelProblem:
         x, y = leaf(x), leaf(y)
         value, (grad_x, grad_y) = self._differentiate_upper(x, y, (x, y))
         slope = or_zeros(grad_y, y) if self.single_level else coupled("f", grad_y)
-        self._upper_has_x = grad_x is not None
+        self.upper_has_x = grad_x is not None
         return Upper(value, or_zeros(grad_x, x), slope)
 
     def upper_x(self, x: Tensor, y: Tensor) -> Tensor:
@@ -216,17 +213,17 @@ class BilevelProblem:
 
         Once f is known not to depend on x, this takes no pass.
         """
-        if self._upper_has_x is False:
+        if self.upper_has_x is False:
             return torch.zeros_like(x)
-        x, y = leaf(x), y.detach()
-        _, (grad,) = self._differentiate_upper(x, y, (x,))
-        self._upper_has_x = grad is not None
+        x = leaf(x)
+        _, (grad,) = self._differentiate_upper(x, y.detach(), (x,))
+        self.upper_has_x = grad is not None
         return or_zeros(grad, x)
 
     def upper_y(self, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
         """Return f and its gradient in y alone."""
-        x, y = x.detach(), leaf(y)
-        value, (grad,) = self._differentiate_upper(x, y, (y,))
+        y = leaf(y)
+        value, (grad,) = self._differentiate_upper(x.detach(), y, (y,))
         return value, coupled("f", grad)
 
     def residuals(self, x: Tensor, y: Tensor) -> Residuals:
@@ -242,9 +239,7 @@ class BilevelProblem:
         self.calls += Calls(upper=len(values))
         return Residuals(tuple(values), gradients)
 
-    def _differentiate_upper(
-        self, x: Tensor, y: Tensor, inputs: tuple[Tensor, ...]
-    ) -> tuple[float, list[Tensor | None]]:
+    def _differentiate_upper(self, x: Tensor, y: Tensor, inputs: Inputs) -> tuple[float, Gradients]:
         self.calls += Calls(upper=1)
         terms = [partial(lambda term: (term(x, y),), term) for term in self.upper_terms]
         (value,), grads = self._passes.differentiate("f", terms, inputs)
@@ -280,28 +275,26 @@ class BilevelProblem:
         either.
         """
         with self.uncounted():
-            again = {"f": self.upper(x, y).value, "g": self.at(x).value(y)}
-        for name, first in (("f", f), ("g", g)):
-            second = again[name]
+            again = self.upper(x, y).value, self.at(x).value(y)
+        for name, first, second in zip(NAMES.values(), (f, g), again, strict=True):
             # Parallel sums may change the last digits between two evaluations. Dropout changes the
             # first ones.
             largest = max(abs(first), abs(second))
             if abs(first - second) > _ROUNDINGS * torch.finfo(y.dtype).eps * largest:
                 raise BilevelError(
-                    f"{NAMES[name]} was {first:.9g} and then {second:.9g} at the same point: the "
-                    "methods here need a deterministic objective. Switch off dropout and random "
-                    "augmentation, or fix their random numbers."
+                    f"{name} was {first:.9g} and then {second:.9g} at the same point: the methods "
+                    "here need a deterministic objective, without dropout or random augmentation."
                 )
 
 
 def _terms(losses: Any, features: Any = None, outputs: Any = None) -> list[LowerTerm]:
-    """Return one term per chunk, each with its own parts."""
-    losses = _as_list(losses)
-    parts = [[None] * len(losses) if p is None else _as_list(p) for p in (features, outputs)]
-    return [
-        loss if isinstance(loss, LowerTerm) else LowerTerm(loss, *own)
-        for loss, *own in zip(losses, *parts, strict=True)
-    ]
+    """Return one term per chunk, each with its own part."""
+    terms = [LowerTerm(loss) for loss in _as_list(losses)]
+    if features is not None:
+        return [replace(t, features=p) for t, p in zip(terms, _as_list(features), strict=True)]
+    if outputs is not None:
+        return [replace(t, outputs=p) for t, p in zip(terms, _as_list(outputs), strict=True)]
+    return terms
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -322,12 +315,9 @@ def _rows(term: Function, w: Tensor, split: int) -> Tensor:
     rows = []
     with torch.enable_grad():
         for value in term(w[:split], w[split:]):
-            check_scalar(_CONSTRAINT, value)
-            # The constraints of a chunk may share a part of their graph.
-            (grad,) = (
-                torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
-                if value.requires_grad
-                else (torch.zeros_like(w),)
-            )
-            rows.append(torch.cat([value.detach().reshape(1).double(), grad.double()]))
+            slope = torch.zeros_like(w)
+            if check_scalar(_CONSTRAINT, value).requires_grad:
+                # The constraints of a chunk may share a part of their graph.
+                (slope,) = torch.autograd.grad(value, w, retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([value.detach().reshape(1).double(), slope.double()]))
     return torch.stack(rows)

@@ -8,6 +8,7 @@ One is for solvers, which know constants of g. The other is for evaluations, whi
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,6 @@ from lightning_bilevel.core.lower import LowerLevel
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
-
-__all__ = ["inexact_prox", "precise_prox", "projected_step", "slope_of_psi"]
 
 # With the right step a projected-gradient residual never grows. A loop whose residual has grown by
 # this factor is diverging.
@@ -99,13 +98,11 @@ def inexact_prox(
     """
     eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
     tolerance = math.sqrt(2 * envelope.modulus * zeta)
-    start = z
-    before = z
+    start = before = z
     residual = math.inf
     watch = _Watch(y, envelope.rho)
     last: tuple[Tensor, Tensor] | None = None  # the last point and the gradient of psi there
-    done = 0
-    undefined = 0
+    done = undefined = 0
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
@@ -123,17 +120,18 @@ def inexact_prox(
             if residual <= tolerance or residual * eta <= _rounding(z):
                 return new, halvings
             too_long = watch.too_long(residual, eta, z, slope, direction)
-            if last is not None and _steepness(z, direction, *last) * eta > _TOO_STEEP:
-                too_long = True
+            if last is not None:
+                steepness, spectral_step = _secant(z, direction, last)
+                too_long = too_long or steepness * eta > _TOO_STEEP
             if watch.rounded and not too_long:
                 return new, halvings
             if accelerated:
-                z = _extrapolated(new, before, math.sqrt(envelope.modulus * eta))
+                root = math.sqrt(envelope.modulus * eta)
+                z = torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
             elif spectral:
                 length = eta
                 if last is not None and residual <= 2 * watch.best:
-                    longest = 1 / envelope.modulus
-                    length = min(max(_spectral(z, direction, *last), eta), longest)
+                    length = min(max(spectral_step, eta), 1 / envelope.modulus)
                 last = (z, direction)
                 z = new if length == eta else projected_step(z, direction, length, lower_set)
             else:
@@ -144,21 +142,20 @@ def inexact_prox(
         if too_long:
             halvings += 1
             eta /= 2
-            z = start
-            before = start
+            z = before = start
             last = None
             watch = _Watch(y, envelope.rho)
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above "
         f"{tolerance:.3g} (accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If "
         f"L_yy={L_yy:g} is far larger than the curvature of the lower level, make it smaller; if "
-        "zeta is needlessly small, make `zeta_bar` larger. A lower level with a kink near its "
-        "minimiser (ReLU, absolute value, max) has no such curvature: smooth it. With "
-        "mini-batches, batch normalisation makes g another function at every step: switch it to "
-        "evaluation, or normalise otherwise."
+        "zeta is needlessly small, make `zeta_bar` larger. A kink near its minimiser (ReLU, "
+        "absolute value, max) has no such curvature: smooth it. On mini-batches, "
+        "batch normalisation makes g another function at every step."
     )
 
 
+@dataclass
 class _Watch:
     """Judges the step by the residuals: with the right step they fall every time.
 
@@ -167,14 +164,13 @@ class _Watch:
         rounded: Whether only rounding is left of the residual: no step makes it smaller.
     """
 
-    def __init__(self, y: Tensor, rho: float) -> None:
-        self.y = y
-        self.rho = rho
-        self.first: float | None = None
-        self.best = math.inf
-        self.rounded = False
-        self.since_best = 0
-        self.previous: tuple[Tensor, Tensor] | None = None
+    y: Tensor
+    rho: float
+    first: float | None = None
+    best: float = math.inf
+    rounded: bool = False
+    since_best: int = 0
+    previous: tuple[Tensor, Tensor] | None = None
 
     def too_long(
         self, residual: float, eta: float, z: Tensor, slope: Tensor, direction: Tensor
@@ -198,20 +194,15 @@ class _Watch:
         return too_curved
 
 
-def _steepness(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
-    r"""Return :math:`\|v\|/\|s\|`, which the Lipschitz constant of the gradient is at least."""
-    return norm(slope - previous_slope) / max(norm(z - previous_z), 1e-300)
+def _secant(z: Tensor, slope: Tensor, last: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    r"""Return :math:`\|v\|/\|s\|` and :math:`\langle s, v\rangle/\|v\|^2` of the last changes.
 
-
-def _spectral(z: Tensor, slope: Tensor, previous_z: Tensor, previous_slope: Tensor) -> float:
-    r"""Return the short Barzilai-Borwein step :math:`\langle s, v\rangle/\|v\|^2`."""
-    change = slope - previous_slope
-    return dot(z - previous_z, change) / max(dot(change, change), 1e-300)
-
-
-def _extrapolated(new: Tensor, before: Tensor, root: float) -> Tensor:
-    r"""Return :math:`z^+ + \beta (z^+ - z^+_{\text{before}})`; ``root`` is :math:`\sqrt{m\eta}`."""
-    return torch.sub(new, before).mul_((1 - root) / (1 + root)).add_(new)
+    The Lipschitz constant of the gradient is at least the first. The second is the short
+    Barzilai-Borwein step.
+    """
+    s, v = z - last[0], slope - last[1]
+    squared = dot(v, v)
+    return math.sqrt(squared) / max(norm(s), 1e-300), dot(s, v) / max(squared, 1e-300)
 
 
 def precise_prox(
@@ -238,7 +229,7 @@ def precise_prox(
     if max_iterations < 1:
         raise ValueError(
             f"`precise_prox(max_iterations={max_iterations})` must be at least 1: without an "
-            "iteration z is y, and the Moreau gap would be 0 everywhere."
+            "iteration z is y."
         )
     z = y
     eta = rho
@@ -251,29 +242,23 @@ def precise_prox(
         if length <= max(tolerance * eta, _rounding(z)):
             return z
         rounding = noise * (norm(slope) + norm(z - y) / rho)
-        if (
-            length <= rounding * eta
-            and _mapping_within(z, direction, length, lower_set) <= rounding
-        ):
+        if length <= rounding * eta and _mapping(z, direction, length, lower_set) <= rounding:
             return z
         new_slope = lower.gradient(new)
         new_direction = slope_of_psi(new_slope, new, y, rho)
         if _curvature(new, new_direction, z, direction) <= 1 / eta:
-            z = new
-            slope = new_slope
-            direction = new_direction
+            z, slope, direction = new, new_slope, new_direction
         else:
             eta /= 2
     if best_effort:
         return z
     raise InnerLoopError(
         f"the evaluation of the Moreau gap made {max_iterations} iterations with rho={rho:g} and "
-        f"its gradient mapping is {length / eta:.3g}, above the tolerance {tolerance:g}: allow a "
-        "larger tolerance, or a smaller rho."
+        f"its gradient mapping is {length / eta:.3g}: allow more than {tolerance:g}, or reduce rho."
     )
 
 
-def _mapping_within(z: Tensor, direction: Tensor, length: float, lower_set: ConvexSet) -> float:
+def _mapping(z: Tensor, direction: Tensor, length: float, lower_set: ConvexSet) -> float:
     r"""Return the gradient mapping :math:`\|P_Y(z - \eta d) - z\|/\eta` of a step within a length.
 
     A long step that Y cuts off is short whatever its direction: it says nothing about rounding.

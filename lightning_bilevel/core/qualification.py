@@ -17,19 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import Box, ConvexSet, Product, is_bounded
-
-__all__ = [
-    "Condition",
-    "ConstantAffineSegments",
-    "Qualification",
-    "Reweighted",
-    "ReweightedSigmoidNetwork",
-    "StrictlyConvex",
-    "cross_entropy_bound",
-    "theorem",
-]
 
 
 class Condition(Protocol):
@@ -40,7 +31,6 @@ class Condition(Protocol):
 
         The words start with "holds" or "fails", or else leave the qualification open.
         """
-        ...
 
 
 # What is known: the words, or what yields them.
@@ -143,8 +133,8 @@ class Reweighted(Condition):
         if not boxes:
             return f"not known: x must lie in a bounded box, and lies in {upper_set!r}"
         # -M. If the bounds differ, the largest lower one leaves the largest weight.
-        lowest = max(float(box.lower.max()) for box in boxes)
-        weight = _sigmoid(lowest)
+        lowest = torch.stack([box.lower.max() for box in boxes]).max()
+        weight = float(lowest.sigmoid())
         if self.spread is None:
             most = envelope.delta / weight if weight > 0.0 else math.inf
             return (
@@ -212,7 +202,3 @@ def _boxes(convex_set: ConvexSet) -> list[Box]:
     parts = convex_set.sets if isinstance(convex_set, Product) else [convex_set]
     boxes = [part for part in parts if isinstance(part, Box) and part.bounded]
     return boxes if len(boxes) == len(parts) else []
-
-
-def _sigmoid(t: float) -> float:
-    return 1 / (1 + math.exp(-t)) if t >= 0.0 else math.exp(t) / (1 + math.exp(t))

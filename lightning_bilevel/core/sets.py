@@ -27,18 +27,6 @@ from torch import Tensor
 
 from lightning_bilevel.core.vectors import dot, norm
 
-__all__ = [
-    "Ball",
-    "Box",
-    "ConvexSet",
-    "Face",
-    "Free",
-    "Product",
-    "Simplex",
-    "face_at",
-    "is_bounded",
-]
-
 # A projection lands on the boundary up to rounding, so a point within this many units of rounding
 # counts as on the boundary.
 _ROUNDING = 8.0
@@ -55,11 +43,9 @@ class ConvexSet(Protocol):
 
     def project(self, v: Tensor) -> Tensor:
         """Return the point of the set nearest to ``v``."""
-        ...
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         r"""Return :math:`\operatorname{dist}(0, d + N_C(v))` for ``v`` in C and ``gradient`` d."""
-        ...
 
 
 def is_bounded(convex_set: ConvexSet) -> bool | None:
@@ -97,8 +83,7 @@ def face_at(convex_set: ConvexSet, u: Tensor) -> Face:
     if face is None:
         raise TypeError(
             f"The derivative of the projection onto {convex_set!r} is not known: hypergradients "
-            "need a lower level in a Box, a Ball, a Simplex or a Product of them, or in a set with "
-            "a method `face`. Other methods need the projection alone, such as MEHA."
+            "need a set with a method `face`, others such as MEHA the projection alone."
         )
     return face(u)
 
@@ -169,19 +154,16 @@ class Box:
     def _bounds(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key = (v.dtype, v.device)
         if key not in self._seen:
-            for bound in (self.lower, self.upper):
-                if bound.numel() not in (1, v.numel()):
-                    raise ValueError(
-                        f"`{self!r}` has {bound.numel()} bounds, the variable has {v.numel()} "
-                        "coordinates."
-                    )
+            bad = {self.lower.numel(), self.upper.numel()} - {1, v.numel()}
+            if bad:
+                raise ValueError(
+                    f"`{self!r}` has {bad.pop()} bounds, the variable has {v.numel()} coordinates."
+                )
             self._seen[key] = self.lower.to(v), self.upper.to(v)
         return self._seen[key]
 
     def project(self, v: Tensor) -> Tensor:
-        if self._ends is not None:
-            return torch.clamp(v, *self._ends)
-        return torch.clamp(v, *self._bounds(v))
+        return torch.clamp(v, *(self._ends or self._bounds(v)))
 
     def normal_cone_distance(self, v: Tensor, gradient: Tensor) -> float:
         (lower, upper), eps = self._bounds(v), _rounding(v)

@@ -21,10 +21,9 @@ from lightning_bilevel.core.errors import (
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.constants import Constants, Power
 from lightning_bilevel.solvers.levels import blocks, check_levels, flat, read, versions, write
 from lightning_bilevel.solvers.record import Progress, StepInfo
@@ -45,7 +44,7 @@ class State:
     Attributes:
         x: The upper-level variables.
         y: The lower-level variables.
-        units: The units of x and y (:mod:`lightning_bilevel.core.metric`).
+        units: The units of x and y (:mod:`lightning_bilevel.core.vectors`).
         k: The iterations so far.
     """
 

@@ -10,9 +10,8 @@ import torch
 from helpers import PROBLEMS, Problem, exact_residuals, gap_at, random_problem
 from torch import Tensor
 
-from lightning_bilevel.core.certificate import Certificate, certify
+from lightning_bilevel.core.certificate import Certificate, Lagrangian, certify, minimiser
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.multiplier import Lagrangian, minimiser
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.qualification import StrictlyConvex

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.sets import Ball, Box, ConvexSet, Free, Simplex
+from lightning_bilevel.core.vectors import Metric
 
 UNITS = [(4.0, 0.125), (0.3, 7.0)]
 

@@ -42,11 +42,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
-from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.ivsp.constants import PAPER, Known
 
 __all__ = ["choose"]

@@ -14,8 +14,7 @@ from lightning_bilevel.core.errors import (
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.metric import Metric
-from lightning_bilevel.core.vectors import squared_distance
+from lightning_bilevel.core.vectors import Metric, squared_distance
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.point import LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.rules import Rules

@@ -15,8 +15,8 @@ from benchmarks.random_problems import draw
 from lightning_bilevel import IVSP, BilevelProblem, Box, Simplex, certify
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.core.curvature import coupling, lower_curvature, upper_curvature
-from lightning_bilevel.core.metric import Metric
 from lightning_bilevel.core.moreau import Envelope
+from lightning_bilevel.core.vectors import Metric
 from lightning_bilevel.solvers.ivsp.constants import PER_TASK, IVSPConstants
 
 DOUBLE = torch.float64
