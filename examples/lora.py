@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.optim import AdamW
@@ -127,7 +128,11 @@ def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     shares = dict(zip(NAMES, weights.shares().tolist(), strict=True))
     print(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained.")
     print("shares:", shares)
-    weights.figure(NAMES).savefig(out, dpi=160)
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+    axis = figure.subplots()
+    axis.bar(NAMES, weights.values().tolist())
+    axis.set(ylabel="weight")
+    figure.savefig(out, dpi=160)
     return {"shares": shares, "trained": trained, "model": model}
 
 
