@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric import Fabric
+from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_bilevel import IVSP, DigitsCleaning, HyperCleaning
@@ -61,8 +62,11 @@ def main(short: bool = False, out: Path = Path("fabric.png")) -> float:
     assert data.corrupted is not None
     found = detection(-module.logits.detach(), data.corrupted)["auroc"]
     fabric.print(f"AUROC of the weights: {found:.3f}")
-    weights: Any = module.weights
-    weights.figure().savefig(out, dpi=160)
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+    axis = figure.subplots()
+    axis.hist(module.weights.values().tolist(), bins=50, range=(0.0, 1.0))
+    axis.set(xlabel="weight", ylabel="samples")
+    figure.savefig(out, dpi=160)
     return found
 
 

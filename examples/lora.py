@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from matplotlib import pyplot as plt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.optim import AdamW
@@ -77,8 +78,7 @@ def loader(rows: Tensor, *more: Tensor, shuffle: bool = True) -> DataLoader[Any]
 
 def rows_of(name: str) -> Tensor:
     """Return rows of characters in random order, from Python's library."""
-    paths = sorted(Path(os.__file__).parent.glob(name))
-    read = bytearray().join(path.read_bytes() for path in paths)
+    read = bytearray().join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob(name)))
     text = torch.frombuffer(read, dtype=torch.uint8).clamp(max=127).long()
     rows = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     return rows[torch.randperm(len(rows))]
@@ -94,8 +94,7 @@ def trained_on_prose(steps: int) -> Language:
     model = Language()
     optimizer = AdamW(model.parameters(), lr=2e-3)
     rows = rows_of("pydoc_data/topics.py")
-    for index in torch.randint(len(rows), (steps, 16)):
-        batch = rows[index]
+    for batch in rows[torch.randint(len(rows), (steps, 16))]:
         optimizer.zero_grad()
         row_losses(model(batch[:, :-1]), batch[:, 1:]).mean().backward()
         optimizer.step()
@@ -127,7 +126,8 @@ def main(short: bool = False, out: Path = Path("lora.png")) -> dict[str, Any]:
     shares = dict(zip(NAMES, weights.shares().tolist(), strict=True))
     print(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained.")
     print("shares:", shares)
-    weights.figure(NAMES).savefig(out, dpi=160)
+    plt.bar(NAMES, weights.values().tolist())
+    plt.savefig(out, dpi=160)
     return {"shares": shares, "trained": trained, "model": model}
 
 

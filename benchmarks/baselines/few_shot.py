@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.baselines.row import Baseline
 from lightning_bilevel.data.episodes import EpisodeData, Episodes
-from lightning_bilevel.modules.networks import Conv4, adapt
+from lightning_bilevel.modules.networks import Conv4, EpisodeSets, adapt
 
 # Logits (E, N, ways) of the queries of episodes, by features (E, N, d) of an encoder.
 _Predict = Callable[[Callable[[Tensor], Tensor], Episodes], Tensor]
@@ -130,8 +130,9 @@ def _nearest(features: Callable[[Tensor], Tensor], episodes: Episodes) -> Tensor
 
 def _adapted(features: Callable[[Tensor], Tensor], episodes: Episodes) -> Tensor:
     ways = int(episodes.support_labels.max()) + 1
-    weight, bias = adapt(features(episodes.support), episodes.support_labels, ways)
-    return torch.baddbmm(bias.unsqueeze(1), features(episodes.query), weight.transpose(1, 2))
+    support, support_labels, query, query_labels = episodes
+    heads = adapt(EpisodeSets(features(support), support_labels), ways)
+    return EpisodeSets(features(query), query_labels).logits(heads)
 
 
 def _same(data: EpisodeData, seed: int) -> Iterator[Episodes]:

@@ -3,8 +3,12 @@
 from lightning_bilevel.core.chunks import Chunks as Chunks
 from lightning_bilevel.data.cleaning import CleaningData as CleaningData
 from lightning_bilevel.data.cleaning import DatasetCleaning as DatasetCleaning
+from lightning_bilevel.data.cleaning import DigitsCleaning as DigitsCleaning
 from lightning_bilevel.data.cleaning import Splits as Splits
 from lightning_bilevel.data.cleaning import corrupt_labels as corrupt_labels
+from lightning_bilevel.data.downloads import FashionMNISTCleaning as FashionMNISTCleaning
+from lightning_bilevel.data.downloads import MNISTCleaning as MNISTCleaning
+from lightning_bilevel.data.downloads import OmniglotEpisodes as OmniglotEpisodes
 from lightning_bilevel.data.episodes import EpisodeData as EpisodeData
 from lightning_bilevel.data.episodes import Episodes as Episodes
 from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
@@ -12,8 +16,4 @@ from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDat
 from lightning_bilevel.data.fullbatch import Growing as Growing
 from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
 from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
-from lightning_bilevel.data.mnist import DigitsCleaning as DigitsCleaning
-from lightning_bilevel.data.mnist import FashionMNISTCleaning as FashionMNISTCleaning
-from lightning_bilevel.data.mnist import MNISTCleaning as MNISTCleaning
-from lightning_bilevel.data.omniglot import OmniglotEpisodes as OmniglotEpisodes
 from lightning_bilevel.data.samples import Numbered as Numbered

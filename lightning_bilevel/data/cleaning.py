@@ -1,4 +1,7 @@
-"""Data for hyper-cleaning: a training set with some wrong labels, and a clean validation set."""
+"""Data for hyper-cleaning: a training set with some wrong labels, and a clean validation set.
+
+The digits of scikit-learn are ready; the others are downloaded.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from lightning_bilevel.data.samples import (
     Samples,
     check_positive,
     checked,
-    common_images,
+    draw,
     read_dataset,
 )
 
-__all__ = ["CleaningData", "DatasetCleaning", "LabelNoise", "Splits", "corrupt_labels"]
+__all__ = ["CleaningData", "DatasetCleaning", "DigitsCleaning", "Splits", "corrupt_labels"]
 
 LabelNoise = Literal["uniform", "pair"]
 
@@ -117,11 +120,9 @@ class CleaningData(FullBatchDataModule):
             at the end of an epoch.
         chunk_size: The largest number of samples that are evaluated at once; None evaluates each
             set as a whole.
-        batch_size: The number of training samples in a mini-batch, for solvers that are
+        batch_size: The number of samples in a mini-batch of either level, for solvers that are
             ``stochastic``; None trains on full batches. An epoch is then one pass over the data,
-            and ``epoch_length`` is not used.
-        upper_batch_size: The number of validation samples in a mini-batch; None takes
-            ``batch_size``. A set that is smaller is taken whole.
+            and ``epoch_length`` is not used. A set that is smaller is taken whole.
         growing: Begin with a sample of both levels, which grows until it is all data; None has all
             data in each step. Weights outside the sample stay as they are.
 
@@ -151,16 +152,11 @@ class CleaningData(FullBatchDataModule):
         epoch_length: int = 100,
         chunk_size: int | None = None,
         batch_size: int | None = None,
-        upper_batch_size: int | None = None,
         growing: Growing | None = None,
     ) -> None:
         super().__init__(epoch_length=epoch_length, growing=growing)
-        if (batch_size is None and upper_batch_size is not None) or (batch_size and growing):
-            raise ValueError(
-                f"`{type(self).__name__}(batch_size={batch_size}, "
-                f"upper_batch_size={upper_batch_size}, growing={growing})`: mini-batches are for "
-                "both levels, by `batch_size`; `growing` is for full batches."
-            )
+        if batch_size and growing:
+            raise ValueError("`batch_size` is for mini-batches, `growing` for full batches.")
         self.n_train = n_train
         self.n_validation = n_validation
         self.n_test = n_test
@@ -169,9 +165,7 @@ class CleaningData(FullBatchDataModule):
         self.seed = seed
         self.chunk_size = chunk_size
         self.batch_size = batch_size
-        self.upper_batch_size = upper_batch_size
-        check_positive(self, "n_train", "n_validation", "n_test")
-        check_positive(self, "chunk_size", "batch_size", "upper_batch_size")
+        check_positive(self, "n_train", "n_validation", "n_test", "chunk_size", "batch_size")
 
     def load(self, generator: torch.Generator) -> Splits:
         """Return the three sets with their true labels, drawn with the generator."""
@@ -187,14 +181,8 @@ class CleaningData(FullBatchDataModule):
             for name, samples in self.load(generator)._asdict().items()
             if samples is not None
         }
-        shapes = {name: tuple(images.shape[1:]) for name, (images, _) in sets.items()}
-        self.image_shape = shapes["train"]
-        if len(set(shapes.values())) > 1:
-            raise ValueError(
-                f"`{type(self).__name__}` has images of the shapes {shapes}: all must have the "
-                "same size."
-            )
         images, self.clean_labels = sets["train"]
+        self.image_shape = tuple(images.shape[1:])
         noisy, self.corrupted = corrupt_labels(
             self.clean_labels, self.classes, self.corruption, self.kind, generator=generator
         )
@@ -206,15 +194,14 @@ class CleaningData(FullBatchDataModule):
         """Return the full batch again and again, or a loader of mini-batches for each level."""
         if self.batch_size is None:
             return super().train_dataloader()
-        sizes = {"upper": self.upper_batch_size or self.batch_size, "lower": self.batch_size}
         return {
             level: DataLoader(
                 Table(*map(torch.cat, zip(*as_chunks(getattr(self, level)).batches, strict=True))),
-                batch_size=size,
+                batch_size=self.batch_size,
                 shuffle=True,
                 collate_fn=tuple,
             )
-            for level, size in sizes.items()
+            for level in ("upper", "lower")
         }
 
     def val_dataloader(self) -> list[Parts]:
@@ -239,9 +226,10 @@ class DatasetCleaning(CleaningData):
 
     Args:
         train: The training set.
-        validation: The clean validation set; it must share no image with the training set.
+        validation: The clean validation set; no image of it should be in the training set.
         test: The test set, if there is one.
-        corrupted: The mask of the training samples with a wrong label, if it is known.
+        corrupted: The mask of the training samples with a wrong label, if it is known and
+            ``corruption`` is 0.
         classes: The number of classes; None takes the largest label plus one.
         corruption: The share of training labels that are made wrong, between 0 and 1; for
             experiments with clean data.
@@ -272,18 +260,14 @@ class DatasetCleaning(CleaningData):
             corruption=corruption,
             **options,
         )
-        self._datasets = {"train": train, "validation": validation}
-        if test is not None:
-            self._datasets["test"] = test
+        given = {"train": train, "validation": validation, "test": test}
+        self._datasets = {name: data for name, data in given.items() if data is not None}
         self._classes = classes
-        mask = None if corrupted is None else torch.as_tensor(corrupted).cpu()
-        if mask is not None and (
-            mask.dtype != torch.bool or mask.shape != (self.n_train,) or corruption
-        ):
+        mask = None if corrupted is None else torch.as_tensor(corrupted, dtype=torch.bool).cpu()
+        if mask is not None and (mask.shape != (self.n_train,) or corruption):
             raise ValueError(
-                f"`{self._of('corrupted')}` must be a mask of True and False, one for each of the "
-                f"{self.n_train:,} training samples, and cannot be given together with "
-                "`corruption`."
+                f"`{self._of('corrupted')}` must be True or False for each of the "
+                f"{self.n_train:,} training samples, and needs `corruption=0`."
             )
         self.setup()
         # No label was changed here, so only the user's mask says which ones are wrong.
@@ -293,12 +277,29 @@ class DatasetCleaning(CleaningData):
 
     def load(self, generator: torch.Generator) -> Splits:
         sets = {name: read_dataset(self._of(name), data) for name, data in self._datasets.items()}
-        common = common_images(sets["train"][0], sets["validation"][0])
-        if common:
-            i, j = common[0]
-            raise ValueError(
-                f"`{self._of('validation')}` has {len(common)} of the training images (its image "
-                f"{j} is training image {i}): leave them out of one of the two."
-            )
         self.classes = self._classes or max(int(labels.max()) for _, labels in sets.values()) + 1
         return Splits(**sets)
+
+
+class DigitsCleaning(CleaningData):
+    """The 1,797 handwritten digits of scikit-learn (8 x 8 pixels) with wrong training labels.
+
+    Args:
+        n_train: The number of training samples.
+        n_validation: The number of validation samples, disjoint from the training samples.
+        options: The other arguments of :class:`CleaningData`.
+    """
+
+    classes = 10
+    image_shape: tuple[int, ...] = (1, 8, 8)
+
+    def __init__(self, n_train: int = 600, n_validation: int = 600, **options: Any) -> None:
+        super().__init__(n_train=n_train, n_validation=n_validation, **options)
+
+    def load(self, generator: torch.Generator) -> Splits:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        samples = torch.from_numpy(digits.images) / 16, torch.from_numpy(digits.target)
+        sizes = {"n_train": self.n_train, "n_validation": self.n_validation, "n_test": self.n_test}
+        return Splits(*draw(type(self).__name__, samples, sizes, generator))

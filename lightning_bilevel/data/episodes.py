@@ -155,8 +155,7 @@ class EpisodeData(FullBatchDataModule):
         train_classes: Classes of the training split.
         validation_classes: Classes of the validation split.
         test_classes: Classes of the test split; None takes all remaining ones.
-        split_seed: Decides which class is in which split.
-        seed: Decides the episodes.
+        seed: Decides the episodes. Which class is in which split is always the same.
         epoch_length: Outer iterations per epoch; validation, checkpoints and the progress bar come
             at the end of an epoch.
         tasks_per_batch: Fresh episodes of each step; None has the ``n_train`` fixed ones in all
@@ -180,7 +179,6 @@ class EpisodeData(FullBatchDataModule):
         train_classes: int = 1100,
         validation_classes: int = 100,
         test_classes: int | None = None,
-        split_seed: int = 0,
         seed: int = 42,
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
@@ -197,7 +195,6 @@ class EpisodeData(FullBatchDataModule):
             "validation_classes": validation_classes,
             "test_classes": test_classes,
         }
-        self.split_seed = split_seed
         self.seed = seed
         self.tasks_per_batch = tasks_per_batch
         check_positive(self, "ways", "shots", "queries", "tasks_per_batch")
@@ -213,13 +210,10 @@ class EpisodeData(FullBatchDataModule):
             return
         call = type(self).__name__
         images = self.load()
-        self.image_shape = tuple(images.shape[2:])
-        if self.shots + self.queries > images.shape[1]:
-            raise ValueError(
-                f"`{call}(shots={self.shots}, queries={self.queries})` needs "
-                f"{self.shots + self.queries} examples of each class: there are {images.shape[1]}."
-            )
-        generator = torch.Generator().manual_seed(self.split_seed)
+        count = images.shape[1]
+        if self.shots + self.queries > count:
+            raise ValueError(f"`{call}`: shots + queries are more than the {count} of a class.")
+        generator = torch.Generator().manual_seed(0)
         numbers = parts(call, len(images), self.split_sizes, generator, least=self.ways)
         self._train_images = images[numbers[0]]
         episodes = []
@@ -232,6 +226,7 @@ class EpisodeData(FullBatchDataModule):
         levels = train.levels()
         self.upper, self.lower = levels["upper"], levels["lower"]
         self.validation, self.test = validation, test
+        self.image_shape = tuple(train.support.shape[2:])
 
     def _episodes(self, images: Tensor, keys: Iterable[str]) -> Episodes:
         sizes = self.ways, self.shots, self.queries
@@ -290,25 +285,20 @@ class TaskEpisodes(EpisodeData):
         epoch_length: int = 10,
         tasks_per_batch: int | None = None,
     ) -> None:
-        self.given = train, validation, test
         ways = int(train.support_labels.max()) + 1
         shots, queries = (tensor.shape[1] // ways for tensor in (train.support, train.query))
-        counts: Any = (len(episodes.support) for episodes in self.given)
+        counts: Any = (len(episodes.support) for episodes in (train, validation, test))
         options: Any = {"epoch_length": epoch_length, "tasks_per_batch": tasks_per_batch}
         super().__init__(ways, shots, queries, *counts, **options)
-        self.image_shape = tuple(train.support.shape[2:])
-
-    def setup(self, stage: str | None = None) -> None:
-        """Set the batches of both levels, and the validation and test episodes."""
-        self._set(*self.given)
+        self._train = train
+        self._set(train, validation, test)
 
     def fresh(self, numbers: Sequence[Any]) -> Episodes:
         """Return training episodes; all have had their turn before one comes again."""
-        train = self.given[0]
-        count = len(train.support)
+        count = len(self._train.support)
         turns = {
             turn: random.Random(f"{self.seed}/turn/{turn}").sample(range(count), count)
             for turn in {i // count for i in numbers}
         }
         chosen = torch.tensor([turns[i // count][i % count] for i in numbers])
-        return Episodes(*(tensor[chosen] for tensor in train))
+        return Episodes(*(tensor[chosen] for tensor in self._train))

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -64,21 +63,6 @@ class Grown(Repeated):
     def __iter__(self) -> Iterator[Any]:
         # A checkpoint restores the number of steps, and with it the stage.
         return (self.sample.at(self.trainer.global_step) for _ in range(self.length))
-
-
-class NoValidation(CombinedLoader):
-    """No loader at all: Lightning skips validation, and warns of an empty loader only."""
-
-    def __init__(self) -> None:
-        super().__init__([], "sequential")
-
-    @property
-    def flattened(self) -> list[Any]:
-        return []
-
-    @flattened.setter
-    def flattened(self, flattened: list[Any]) -> None:
-        """Lightning sets the loaders that it has processed."""
 
 
 class Parts(list[Any]):
@@ -281,10 +265,7 @@ class FullBatchDataModule(LightningDataModule):
         return Grown(NestedSample(self.growing, batch), self.epoch_length, self.trainer)
 
     def val_dataloader(self) -> Any:
-        asked = self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING
-        return (
-            self._evaluation("validation") if asked or self._has("validation") else NoValidation()
-        )
+        return self._evaluation("validation") if self._has("validation") else []
 
     def test_dataloader(self) -> Parts:
         return self._evaluation("test")

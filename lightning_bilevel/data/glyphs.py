@@ -64,7 +64,6 @@ class GlyphEpisodes(EpisodeData):
     Args:
         image_size: The height and width of an image.
         drawings: Drawings of each character.
-        glyph_seed: Decides the characters.
         train_classes: Classes of the training split.
         validation_classes: Classes of the validation split.
         test_classes: Classes of the test split.
@@ -75,7 +74,6 @@ class GlyphEpisodes(EpisodeData):
         self,
         image_size: int = 28,
         drawings: int = 20,
-        glyph_seed: int = 0,
         train_classes: int = 200,
         validation_classes: int = 50,
         test_classes: int = 50,
@@ -89,13 +87,8 @@ class GlyphEpisodes(EpisodeData):
         )
         self.image_size = image_size
         self.drawings = drawings
-        self.glyph_seed = glyph_seed
 
     def load(self) -> Tensor:
         """Draw all glyphs."""
-        return draw_glyphs(
-            sum(size or 0 for size in self.split_sizes.values()),
-            self.drawings,
-            self.image_size,
-            self.glyph_seed,
-        )
+        classes = sum(size or 0 for size in self.split_sizes.values())
+        return draw_glyphs(classes, self.drawings, self.image_size)

@@ -1,19 +1,15 @@
-"""Images and labels as two tensors: read from a Dataset, checked, drawn at random, compared."""
+"""Images and labels as two tensors: read from a Dataset, checked, drawn at random."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping, Sequence
-from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-__all__ = ["Numbered", "common_images", "draw"]
+__all__ = ["Numbered", "draw"]
 
 if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
@@ -21,28 +17,8 @@ else:
     # jsonargparse reads a subclass of `Dataset` from YAML, but not one of `Dataset[Any]`.
     AnyDataset = Dataset
 
-# The environment variable that names the folder of the data sets.
-_DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
-
 Samples = tuple[Tensor, Tensor]
 """Images and labels, each with one entry per sample."""
-
-
-def data_root(root: str | None) -> Path:
-    """Return the folder of the data sets."""
-    return Path(root or os.environ.get(_DATA_VARIABLE) or "data")
-
-
-def missing_data(
-    call: str, files: str, root: Path, folder: str, why: Exception
-) -> MisconfigurationException:
-    """Return the error for data that are not there, or not whole."""
-    return MisconfigurationException(
-        f"`{call}(root={str(root)!r})` has not all of its data there, and a download by "
-        f"`prepare_data()` did not bring them ({' '.join(str(why).split())}): put {files} into "
-        f"{root / folder}, or name the folder that has {folder} as `root` or in the environment "
-        f"variable {_DATA_VARIABLE}."
-    )
 
 
 def check_positive(owner: object, *names: str) -> None:
@@ -53,32 +29,24 @@ def check_positive(owner: object, *names: str) -> None:
             raise ValueError(f"`{type(owner).__name__}({name}={size})` must be at least 1.")
 
 
-def as_images(images: Tensor) -> Tensor:
-    """Return images as float32 of shape (N, C, H, W).
+def checked(call: str, samples: Samples, classes: int) -> Samples:
+    """Return images as float32 of shape (N, C, H, W), and labels as int64, each a valid class.
 
     Bytes and other integers are divided by 255, floats are not rescaled. A missing channel is
     added; vectors of features stay vectors.
     """
+    images, labels = samples[0].detach().cpu(), samples[1].detach().cpu()
+    if (
+        labels.is_floating_point()
+        or labels.shape != (len(images),)
+        or not 0 <= int(labels.min()) <= int(labels.max()) < classes
+    ):
+        raise ValueError(
+            f"`{call}` must have one label per image, an integer from 0 to {classes - 1}."
+        )
     if not images.is_floating_point():
         images = images.float() / 255
-    return (images.unsqueeze(1) if images.ndim == 3 else images).detach().float().cpu()
-
-
-def checked(call: str, samples: Samples, classes: int) -> Samples:
-    """Return images as :func:`as_images` does and labels as int64, each a valid class."""
-    images, labels = as_images(samples[0]), samples[1].detach().cpu()
-    if labels.is_floating_point() or labels.shape != (len(images),):
-        raise TypeError(
-            f"`{call}` has labels of {labels.dtype} and shape {tuple(labels.shape)} for "
-            f"{len(images):,} images: each must have an integer, the number of its class."
-        )
-    low, high = labels.aminmax()
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"`{call}` has labels from {low} to {high}: with {classes} classes they must be from 0 "
-            f"to {classes - 1}."
-        )
-    return images, labels.long()
+    return (images.unsqueeze(1) if images.ndim == 3 else images).float(), labels.long()
 
 
 def parts(
@@ -113,7 +81,7 @@ def draw(
 
 
 def read_dataset(call: str, dataset: AnyDataset) -> Samples:
-    """Return the samples of a Dataset of (image, label) pairs; images as in :func:`as_images`."""
+    """Return the samples of a Dataset of (image, label) pairs."""
     from torchvision.transforms.functional import to_tensor
 
     samples = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
@@ -125,17 +93,7 @@ def read_dataset(call: str, dataset: AnyDataset) -> Samples:
     images, labels = default_collate(
         [(x if isinstance(x, Tensor) else to_tensor(x), label) for x, label in samples]
     )
-    return as_images(images), labels
-
-
-def common_images(first: Tensor, second: Tensor) -> list[tuple[int, int]]:
-    """Return the pairs (index in first, index in second) of equal images, sorted by the second."""
-    digests, others = (
-        [blake2b(image.tobytes(), digest_size=16).digest() for image in images.numpy()]
-        for images in (first, second)
-    )
-    places = dict(zip(digests, range(len(digests)), strict=True))
-    return [(places[digest], j) for j, digest in enumerate(others) if digest in places]
+    return images, labels
 
 
 class Numbered(Dataset[Any]):
@@ -150,8 +108,7 @@ class Numbered(Dataset[Any]):
             samples: numbers from 0; or names of any kind, which are numbered as they come.
 
     Attributes:
-        names: The name of each source, by its number; empty without keys. Export weights with it:
-            ``weights.export("weights.csv", ids=dataset.names)``.
+        names: The name of each source, by its number; empty without keys.
 
     Example:
         >>> data = Numbered([("a", 0), ("b", 1), ("c", 0)], keys=["web", "books", "web"])
@@ -168,8 +125,7 @@ class Numbered(Dataset[Any]):
         )
         if keys is not None and len(given) != len(self):
             raise ValueError(
-                f"`Numbered(keys=...)` has {len(given):,} keys for {len(self):,} samples: one for "
-                "each is needed."
+                f"`Numbered(keys=...)` has {len(given):,} keys for {len(self):,} samples."
             )
         numbers = all(isinstance(key, int) and key >= 0 for key in given)
         self.names: list[Any] = (
@@ -187,9 +143,5 @@ class Numbered(Dataset[Any]):
         more = {"number": number} | ({} if self.keys is None else {"key": self.keys[number]})
         if isinstance(sample, dict):
             return {**sample, **more}
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise TypeError(
-                f"`Numbered(dataset=...)` gives a {type(sample).__name__} as sample {number}: it "
-                "must be a pair (input, label) or a dict."
-            )
-        return (*sample, *more.values())
+        given, label = sample
+        return (given, label, *more.values())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
 from torch.optim import Adam
 
 from lightning_bilevel.core.chunks import Chunks, as_chunks
@@ -16,11 +15,9 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import ConstantAffineSegments
 from lightning_bilevel.core.sets import Box
-from lightning_bilevel.data.episodes import Episodes
-from lightning_bilevel.logging import log_figure
+from lightning_bilevel.data.episodes import EpisodeData, Episodes
 from lightning_bilevel.module import BilevelModule
-from lightning_bilevel.modules.figures import draw_samples
-from lightning_bilevel.modules.networks import Conv4, TaskHeads, adapt, loss_slope, nearest_centroid
+from lightning_bilevel.modules.networks import Conv4, EpisodeSets, TaskHeads, adapt, mean_loss
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights
@@ -62,9 +59,7 @@ class FewShot(BilevelModule):
     StreamingIVSP is that of the gaps of earlier steps.
 
     Validation fits new heads to unseen classes by 10 gradient steps of 0.1, and logs their loss and
-    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``. The error
-    of nearest centroids, ``val_centroid_error`` and ``test_centroid_error``, tells how good the
-    features are whatever the scale of the heads.
+    error on the queries: ``val_loss``, ``val_error``, ``test_loss`` and ``test_error``.
 
     Args:
         tasks: The number of training episodes, T; on mini-batches that of a batch.
@@ -115,8 +110,7 @@ class FewShot(BilevelModule):
         self.inner_iterations = 2 * inner_steps
         self._inner = partial(solved, ways=ways, steps=inner_steps, lr=inner_lr, bound=_LOWER)
         self._optimizer = upper_optimizer or partial(Adam, lr=1e-3), upper_scheduler
-        options = method, upper_optimizer, upper_scheduler, gradient_clip_val
-        self._fresh = any(given is not None for given in options)
+        self._fresh = bool(method or upper_optimizer or upper_scheduler or gradient_clip_val)
         if self._fresh:
             method = method or F2SA()
             # Those of a batch take their place. DDP waits for a gradient of all others.
@@ -144,8 +138,7 @@ class FewShot(BilevelModule):
         optimizer = make(self.encoder.parameters())
         if schedule is None:
             return optimizer
-        scheduler = {"scheduler": schedule(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return [optimizer], [{"scheduler": schedule(optimizer), "interval": "step"}]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (E, N, d) of images (E, N, C, H, W), a few tasks at a time."""
@@ -179,22 +172,18 @@ class FewShot(BilevelModule):
         if step.first:
             step.weights = method.lagged(step)
         weights: Weights = step.weights
-        support, query = self._sets_of(lower), self._sets_of(upper)
+        # The heads of both levels in the same order.
+        support, query = (
+            EpisodeSets(self(images[order]), labels[order])
+            for images, labels, index in (lower, upper)
+            for order in [index.argsort()]
+        )
         y, z = self._inner(support, query, weights, weights.rho)
         f, g_y, g_z = query.loss(y), support.loss(y), support.loss(z)
         step.backward(weights.upper * f + weights.gap * (g_y - g_z))
         if step.first:
             method.observe(step, g_y, g_z, lambda: (y - z).square().sum())
         return Numbers(f.detach(), g_y.detach(), g_z.detach(), weights.gap / weights.upper)
-
-    def _sets_of(self, batch: Any) -> EpisodeSets:
-        images, labels, index = batch
-        order = index.argsort()
-        features, labels = self(images[order]), labels[order]
-        # The heads are solved in float32 at least.
-        features = features.to(torch.promote_types(features.dtype, torch.float32))
-        # The weight of a constant 1 is the bias.
-        return EpisodeSets(pad(features, (0, 1), value=1.0), labels)
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g as functions of flat x and y; f is evaluated in chunks."""
@@ -214,23 +203,20 @@ class FewShot(BilevelModule):
 
     def setup(self, stage: str) -> None:
         """Before training, refuse data that do not fit the module."""
-        data: Any = getattr(self.trainer, "datamodule", None)
-        per_batch = getattr(data, "tasks_per_batch", None)
-        tasks = getattr(data, "n_train", self.tasks) if per_batch is None else per_batch
-        found = tasks, getattr(data, "ways", self.ways)
-        if found != (self.tasks, self.ways):
-            raise ValueError(
-                f"`FewShot(tasks={self.tasks}, ways={self.ways})` was given {found[0]} training "
-                f"episodes (of a batch, or all) of {found[1]} classes: they must agree."
-            )
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, EpisodeData):
+            found = data.tasks_per_batch or data.n_train, data.ways
+            if found != (self.tasks, self.ways):
+                raise ValueError(
+                    f"`FewShot(tasks={self.tasks}, ways={self.ways})` was given {found[0]} "
+                    f"training episodes (of a batch, or all) of {found[1]} classes: both must fit."
+                )
 
     def predict(self, episodes: Episodes) -> Tensor:
         """Fit new heads to the support sets and return the logits (E, N, ways) of the queries."""
-        return self._adapted(self(episodes.support), self(episodes.query), episodes)
-
-    def _adapted(self, support: Tensor, query: Tensor, episodes: Episodes) -> Tensor:
-        weight, bias = adapt(support, episodes.support_labels, self.ways)
-        return torch.baddbmm(bias.unsqueeze(1), query, weight.transpose(1, 2))
+        support, support_labels, query, query_labels = episodes
+        heads = adapt(EpisodeSets(self(support), support_labels), self.ways)
+        return EpisodeSets(self(query), query_labels).logits(heads)
 
     def validation_step(self, batch: Episodes, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_queries("test" if dataloader_idx else "val", batch, add_dataloader_idx=False)
@@ -242,51 +228,12 @@ class FewShot(BilevelModule):
         return self.predict(batch)
 
     def _log_queries(self, name: str, episodes: Episodes, **options: Any) -> None:
-        labels = episodes.query_labels
-        support, query = self(episodes.support), self(episodes.query)
-        logits = self._adapted(support, query, episodes)
-        nearest = nearest_centroid(support, episodes.support_labels, query, self.ways)
+        logits, labels = self.predict(episodes), episodes.query_labels
+        error = (logits.argmax(-1) != labels).float().mean()
         # Processes have the same batch or parts of it: the mean over them is right for both.
-        options |= {"sync_dist": True, "batch_size": len(logits)}
-        shown = {"loss": mean_loss(logits, labels), "error": (logits.argmax(-1) != labels).float()}
-        for tag, value in shown.items():
-            self.log(f"{name}_{tag}", value.mean(), prog_bar=True, **options)
-        self.log(f"{name}_centroid_error", (nearest != labels).float().mean(), **options)
-
-    def on_train_end(self) -> None:
-        """Show a validation episode in the loggers."""
-        episodes = getattr(getattr(self.trainer, "datamodule", None), "validation", None)
-        if isinstance(episodes, Episodes):
-            draw = partial(self.episode_figure, episodes)
-            log_figure(self.trainer, "validation episode", draw, self.trainer.global_step)
-
-    @torch.no_grad()
-    def episode_figure(self, episodes: Episodes) -> Any:
-        """Draw the queries of the first episode, each with its class and the predicted one."""
-        one = Episodes(*(tensor[:1].to(self.device) for tensor in episodes))
-        labels, guesses = one.query_labels[0].tolist(), self.predict(one)[0].argmax(-1).tolist()
-        return draw_samples(one.query[0], labels, guesses, "queries: class → predicted class")
-
-
-class EpisodeSets(NamedTuple):
-    """The support or query sets of a batch of episodes, and the loss of heads (E, ways, d) on them.
-
-    Attributes:
-        features: (E, N, d).
-        labels: (E, N).
-    """
-
-    features: Tensor
-    labels: Tensor
-
-    def loss(self, heads: Tensor) -> Tensor:
-        """Return the mean loss."""
-        return mean_loss(self.features @ heads.transpose(1, 2), self.labels)
-
-    def gradient(self, heads: Tensor) -> Tensor:
-        """Return the gradient of the mean loss in the heads."""
-        slope = loss_slope(self.features @ heads.transpose(1, 2), self.labels)
-        return (slope / self.labels.numel()).transpose(1, 2) @ self.features
+        options |= {"prog_bar": True, "sync_dist": True, "batch_size": len(logits)}
+        found = {f"{name}_loss": mean_loss(logits, labels), f"{name}_error": error}
+        self.log_dict(found, **options)
 
 
 @torch.no_grad()
@@ -313,15 +260,10 @@ def solved(
         lr: The step of a head on the loss of its own task.
         bound: The largest weight.
     """
-    tasks, _, size = support.features.shape
-    # The losses are means over the tasks, so the gradient of a head is divided by their number.
-    lr *= tasks
+    y = z = adapt(support, ways, steps=steps, lr=lr, bound=bound)
+    lr *= len(z)
     total = weights.upper + weights.gap
     a, b = weights.upper / total, weights.gap / total
-    z = support.features.new_zeros(tasks, ways, size)
-    for _ in range(steps):
-        z = (z - lr * support.gradient(z)).clamp_(-bound, bound)
-    y = z
     for _ in range(steps):
         f_y, g_y = query.gradient(y), support.gradient(y)
         if rho is not None:
@@ -330,8 +272,3 @@ def solved(
             z = (z - lr * (support.gradient(z) + pull)).clamp_(-bound, bound)
         y = (y - lr * (a * f_y + b * g_y)).clamp_(-bound, bound)
     return y, z
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (E, N, ways)."""
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, max_pool2d, one_hot
+from torch.nn.functional import batch_norm, cross_entropy, max_pool2d, pad
 
-__all__ = ["MLP", "Conv4", "TaskHeads", "adapt", "sigmoid_network"]
+__all__ = ["MLP", "Conv4", "EpisodeSets", "TaskHeads", "adapt", "mean_loss", "sigmoid_network"]
 
 
 class _Block(nn.Module):
@@ -85,50 +85,68 @@ class TaskHeads(nn.Module):
         return torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
 
 
-def loss_slope(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return softmax - truth, the gradient of the cross-entropy of each sample in its logits."""
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    truth = (labels.unsqueeze(-1) == classes).to(logits)
-    return logits.softmax(-1) - truth
+class EpisodeSets:
+    """The support or query sets of E episodes, and heads (E, ways, d + 1) on their features.
+
+    Args:
+        features: (E, N, d).
+        labels: (E, N).
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        # Heads are solved in float32 at least. The weight of a constant 1 is the bias.
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        self.features = pad(features, (0, 1), value=1.0)
+        self.labels = labels
+
+    def logits(self, heads: Tensor) -> Tensor:
+        """Return the logits, (E, N, ways)."""
+        return self.features @ heads.transpose(1, 2)
+
+    def loss(self, heads: Tensor) -> Tensor:
+        """Return the mean loss."""
+        return mean_loss(self.logits(heads), self.labels)
+
+    def gradient(self, heads: Tensor) -> Tensor:
+        """Return the gradient of the mean loss in the heads."""
+        logits = self.logits(heads)
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        truth = (self.labels.unsqueeze(-1) == classes).to(logits)
+        slope = (logits.softmax(-1) - truth) / self.labels.numel()
+        return slope.transpose(1, 2) @ self.features
 
 
 def adapt(
-    features: Tensor, labels: Tensor, ways: int, *, steps: int = 10, lr: float = 0.1
-) -> tuple[Tensor, Tensor]:
-    """Fit a new linear head to each task, from zero, by gradient steps on the cross-entropy.
+    support: EpisodeSets,
+    ways: int,
+    *,
+    steps: int = 10,
+    lr: float = 0.1,
+    bound: float = float("inf"),
+) -> Tensor:
+    """Fit a new linear head to each task, from zero, by projected gradient steps.
 
     Args:
-        features: Support features, (E, N, d).
-        labels: Their labels, (E, N).
-        ways: Classes of a task.
-        steps: The number of gradient steps.
-        lr: The step size.
+        support: The support sets.
+        ways: The number of classes.
+        steps: The number of steps.
+        lr: The step of a head on the mean loss of its own task.
+        bound: The largest weight.
 
     Returns:
-        Weights (E, ways, d) and biases (E, ways).
+        The heads, (E, ways, d + 1).
     """
-    weight = features.new_zeros(len(features), ways, features.shape[2])
-    bias = features.new_zeros(len(features), ways)
+    tasks, _, size = support.features.shape
+    heads = support.features.new_zeros(tasks, ways, size)
     for _ in range(steps):
-        logits = torch.baddbmm(bias.unsqueeze(1), features, weight.transpose(1, 2))
-        slope = loss_slope(logits, labels) / features.shape[1]
-        weight = weight - lr * slope.transpose(1, 2) @ features
-        bias = bias - lr * slope.sum(1)
-    return weight, bias
+        # The loss is a mean over the tasks, so the gradient of a head is divided by their number.
+        heads = (heads - lr * tasks * support.gradient(heads)).clamp(-bound, bound)
+    return heads
 
 
-def nearest_centroid(support: Tensor, labels: Tensor, query: Tensor, ways: int) -> Tensor:
-    """Return for each query the class whose mean support feature is nearest.
-
-    Args:
-        support: Support features, (E, N, d).
-        labels: Their labels, (E, N).
-        query: Query features, (E, M, d).
-        ways: Classes of a task.
-    """
-    truth = one_hot(labels, ways).to(support)
-    centroids = truth.transpose(1, 2) @ support / truth.sum(1).unsqueeze(2)
-    return torch.cdist(query, centroids).argmin(-1)
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits (E, N, ways)."""
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def sigmoid_network(inputs: int, hidden: int, classes: int) -> nn.Sequential:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
@@ -20,11 +20,10 @@ from lightning_bilevel.core.qualification import (
     ReweightedSigmoidNetwork,
 )
 from lightning_bilevel.core.sets import Box
-from lightning_bilevel.logging import log_figure, run_folder
+from lightning_bilevel.logging import log_figure
 from lightning_bilevel.module import BilevelModule
-from lightning_bilevel.modules.figures import draw_samples
 from lightning_bilevel.modules.networks import sigmoid_network
-from lightning_bilevel.modules.weights import SampleWeights
+from lightning_bilevel.modules.weights import SampleWeights, SourceWeights
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import StreamingIVSP
@@ -55,20 +54,20 @@ class Reweighting(BilevelModule):
     labels, source). :class:`~lightning_bilevel.data.samples.Numbered` adds both to any Dataset.
     For batches of another form, such as dicts, override :meth:`split` and :meth:`key`.
 
-    The result is the weights: export them, and train again as you always do. Validation logs
+    The result is ``weights.values()``: write them to a file, and train again as you always do.
+    Validation logs
     ``val_loss`` and, for classes, ``val_error``; a second validation loader is taken for test data.
     If the data know which labels are wrong (``datamodule.corrupted``), it logs two measures of how
     well low weights identify them: ``auroc``, and ``missed_errors``, the share of wrong labels that
-    are not among as many samples of lowest weight as there are wrong labels. The loggers get a
-    picture of the weights at the end.
+    are not among as many samples of lowest weight as there are wrong labels. The weights of sources
+    and classes are logged by their numbers, ``weight/0`` and so on.
 
     Args:
         model: The model, a LightningModule or any other; its parameters are the start. Only its
             ``forward`` is used, and frozen parameters stay as they are.
         weights: The weights. A module of your own may have the attributes ``entry`` (the place in a
             lower batch of what its ``forward`` takes; None for the losses; the last if it has
-            none), ``feasible`` (its set), ``optimizer`` (what makes its torch optimiser) and
-            ``figure()``.
+            none), ``feasible`` (its set) and ``optimizer`` (what makes its torch optimiser).
         loss: The loss of each sample, from the model's outputs and the labels; None is the
             cross-entropy.
         method: The method on mini-batches; None is
@@ -127,9 +126,8 @@ class Reweighting(BilevelModule):
         """Return the inputs and the labels of a batch of either level: its first two entries."""
         if not isinstance(batch, (tuple, list)):
             raise TypeError(
-                f"`{type(self).__name__}` was given a {type(batch).__name__} as a batch: it must "
-                "be (inputs, labels, ...). For another form, override `split(batch)` and "
-                "`key(batch)`."
+                f"`{type(self).__name__}` was given a {type(batch).__name__} as a batch, not "
+                "(inputs, labels, ...): override `split(batch)` and `key(batch)`."
             )
         return batch[0], batch[1]
 
@@ -189,6 +187,9 @@ class Reweighting(BilevelModule):
 
     @torch.no_grad()
     def on_validation_epoch_end(self) -> None:
+        if isinstance(self.weights, SourceWeights):
+            weights = {f"weight/{i}": weight for i, weight in enumerate(self.weights.values())}
+            self.log_dict(weights, sync_dist=True)
         data: Any = getattr(self.trainer, "datamodule", None)
         corrupted = getattr(data, "corrupted", None)
         # Without a wrong or without a right label there is nothing to tell apart.
@@ -198,12 +199,6 @@ class Reweighting(BilevelModule):
         if suspicion is not None:
             for name, value in detection(suspicion.cpu(), corrupted.cpu()).items():
                 self._log(name, torch.tensor(value))
-
-    def on_train_end(self) -> None:
-        """Show the weights in the loggers."""
-        draw = getattr(self.weights, "figure", None)
-        if draw is not None:
-            log_figure(self.trainer, "weights", draw, self.trainer.global_step)
 
     def _judged(self, batch: Any) -> tuple[Any, Tensor]:
         """Return the outputs of the model and the loss of each sample."""
@@ -330,36 +325,36 @@ class HyperCleaning(Reweighting):
         return (weights * losses).mean()
 
     def on_train_end(self) -> None:
-        """Show the most suspicious samples in the loggers, and in the folder of the run."""
+        """Show the most suspicious samples in the loggers."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        if len(getattr(data, "image_shape", None) or ()) == 3:
-            folder = run_folder(self.trainer)
-
-            def draw() -> Any:
-                parts = as_chunks(data.lower).batches
-                images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-                figure = self.suspicious_figure(images, labels)
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    figure.savefig(folder / "suspicious.png", dpi=120)
-                    rank_zero_info(f"The samples of lowest weight: {folder / 'suspicious.png'}")
-                return figure
-
+        if len(getattr(data, "image_shape", ())) == 3:
+            draw = partial(self.suspicious_figure, data.lower)
             log_figure(self.trainer, "suspicious samples", draw, self.trainer.global_step)
 
-    def suspicious_figure(self, images: Tensor, labels: Tensor, count: int = 32) -> Any:
+    @torch.no_grad()
+    def suspicious_figure(self, lower: Any, count: int = 32) -> Any:
         """Draw the training samples of lowest weight, with their given and predicted labels.
 
         Args:
-            images: All training images.
-            labels: Their labels in the data.
+            lower: The batch of the lower level, or its chunks.
             count: The number of samples to draw.
         """
-        index = self.suspicious(min(count, len(images))).cpu()
-        with torch.no_grad():
-            predicted = self(images[index].to(self.logits)).argmax(1).tolist()
-        title = "lowest weights: given label → predicted label"
-        return draw_samples(images[index], labels[index].tolist(), predicted, title)
+        from matplotlib.figure import Figure
+
+        images, labels, _ = map(torch.cat, zip(*as_chunks(lower).batches, strict=True))
+        index = self.suspicious(count).to(labels.device)
+        images, labels = images[index], labels[index]
+        predicted = self(images.to(self.logits)).argmax(1)
+        figure = Figure(figsize=(8.8, 0.7 + 1.3 * math.ceil(len(index) / 8)))
+        figure.suptitle("lowest weights: given label → predicted label", fontsize=10)
+        axes = figure.subplots(math.ceil(len(index) / 8), 8, squeeze=False).ravel()
+        for axis in axes:
+            axis.set_axis_off()
+        shown = (images - images.min()) / (images.max() - images.min())
+        for axis, image, *named in zip(axes, shown.cpu(), labels, predicted, strict=False):
+            axis.imshow(image.movedim(0, -1).numpy(), cmap="gray_r")
+            axis.set_title("{} → {}".format(*named), fontsize=9)
+        return figure
 
 
 def missed_errors(suspicion: Tensor, corrupted: Tensor) -> float:

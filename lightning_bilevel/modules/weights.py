@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Hashable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -15,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
-from lightning_bilevel.files import write_whole
-from lightning_bilevel.modules.figures import axes
 from lightning_bilevel.stochastic.table_rms import TableRMS
 
 __all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]
@@ -24,9 +18,6 @@ __all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]
 
 # The logit of a weight stays between -8 and 8, where a weight is 0 or 1 to three digits.
 _BOUND = 8.0
-# The curve is shown for losses up to here, at so many points.
-_LARGEST = 10.0
-_POINTS = 101
 
 
 class _Table(nn.Module):
@@ -47,33 +38,8 @@ class _Table(nn.Module):
 
     def values(self) -> Tensor:
         """Return all weights, without gradients."""
-        return self._weights(self.logits.detach())
-
-    def rows(self, ids: Sequence[Hashable] | None = None) -> list[dict[str, Any]]:
-        """Return ``{"id": ..., "weight": ...}`` for each item, which data frames are made of.
-
-        Args:
-            ids: Your name of each item, in the order of its number; None takes the numbers.
-        """
-        weights = self.values().tolist()
-        names = range(len(weights)) if ids is None else ids
-        return [{"id": name, "weight": w} for name, w in zip(names, weights, strict=True)]
-
-    def export(self, path: str | Path, ids: Sequence[Hashable] | None = None) -> None:
-        """Write the weights to a CSV file, as a whole or not at all.
-
-        Args:
-            path: The file, with the columns id and weight.
-            ids: Your name of each item, in the order of its number; None takes the numbers.
-        """
-        text = io.StringIO()
-        table = csv.DictWriter(text, ["id", "weight"], lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.rows(ids))
-        write_whole(Path(path), text.getvalue().encode())
-
-    def _weights(self, logits: Tensor) -> Tensor:
-        raise NotImplementedError
+        weights: Tensor = self(torch.arange(len(self.logits), device=self.logits.device))
+        return weights.detach()
 
 
 class SampleWeights(_Table):
@@ -109,15 +75,6 @@ class SampleWeights(_Table):
         # The backward pass of plain indexing takes longer than the whole forward pass.
         return self.logits.index_select(0, index.reshape(-1)).sigmoid()
 
-    def figure(self) -> Any:
-        """Draw how many samples have which weight, as a matplotlib figure."""
-        figure, axis = axes("weight", "samples")
-        axis.hist(self.values().cpu().numpy(), bins=50, range=(0.0, 1.0))
-        return figure
-
-    def _weights(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
-
 
 class SourceWeights(_Table):
     r"""One weight per source of data, such as a corpus or an annotator; the weights compete.
@@ -143,34 +100,17 @@ class SourceWeights(_Table):
     """
 
     entry = -1
-    # What has a weight, as the figure calls it.
-    item = "source"
     # Weight decay would pull the weights together.
     optimizer = partial(AdamW, lr=1e-2, weight_decay=0.0)
 
     def forward(self, index: Tensor) -> Tensor:
         """Return for each sample the weight of the item with its number."""
-        return self._weights(self.logits).index_select(0, index.reshape(-1))
+        weights = len(self.logits) * self.logits.softmax(0)
+        return weights.index_select(0, index.reshape(-1))
 
     def shares(self) -> Tensor:
         """Return the weights as shares, which are positive and sum to 1."""
         return self.logits.detach().softmax(0)
-
-    def figure(self, names: Sequence[Any] | None = None) -> Any:
-        """Draw the weights as bars beside a line at 1, as a matplotlib figure.
-
-        Args:
-            names: What stands below the bars; None takes the numbers.
-        """
-        figure, axis = axes(self.item, "weight")
-        labels = [str(row["id"]) for row in self.rows(names)]
-        axis.bar(range(len(labels)), self.values().cpu().numpy())
-        axis.axhline(1.0, color="0.5", linewidth=1, linestyle="--")
-        axis.set_xticks(range(len(labels)), labels, rotation=0 if max(map(len, labels)) < 4 else 60)
-        return figure
-
-    def _weights(self, logits: Tensor) -> Tensor:
-        return len(logits) * logits.softmax(0)
 
 
 class ClassWeights(SourceWeights):
@@ -186,7 +126,6 @@ class ClassWeights(SourceWeights):
     """
 
     entry = 1
-    item = "class"
 
 
 class WeightNet(nn.Module):
@@ -227,20 +166,3 @@ class WeightNet(nn.Module):
         found = self.layers(losses.detach().unsqueeze(1)).squeeze(1).to(losses.dtype)
         weights: Tensor = (_BOUND * torch.tanh(found / _BOUND)).sigmoid()
         return weights
-
-    @torch.no_grad()
-    def values(self) -> Tensor:
-        """Return the weights of losses from 0 to 10, without gradients."""
-        weights: Tensor = self(self._grid())
-        return weights
-
-    def figure(self) -> Any:
-        """Draw the weight by the loss, as a matplotlib figure."""
-        figure, axis = axes("loss of a sample", "weight")
-        axis.plot(self._grid().cpu().numpy(), self.values().cpu().numpy())
-        axis.set_ylim(0.0, 1.0)
-        return figure
-
-    def _grid(self) -> Tensor:
-        parameter = next(self.parameters())
-        return torch.linspace(0.0, _LARGEST, _POINTS).to(parameter)

@@ -29,8 +29,8 @@ from lightning_bilevel import (
 )
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.app import WITHOUT_STEPS, BilevelCLI, BilevelTrainer
+from lightning_bilevel.data.downloads import OmniglotEpisodes
 from lightning_bilevel.data.glyphs import draw_glyphs
-from lightning_bilevel.data.omniglot import OmniglotEpisodes
 
 DATA = Path(os.environ.get("LIGHTNING_BILEVEL_DATA", "no data"))
 CONFIG = SYNTHETIC / "ivsp.yaml"
@@ -551,18 +551,16 @@ DEFAULT_SIZES = {"MNISTCleaning": 5000, "FashionMNISTCleaning": 5000, "DigitsCle
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def sources() -> dict[str, Any]:
     """What reads, decodes or draws the data of the ready configs: each does it once."""
     read = OmniglotEpisodes.load
 
     @cache
     def omniglot(root: str, size: int) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            return read(OmniglotEpisodes(root, size))
+        return read(OmniglotEpisodes(root, size))
 
     return {
-        "lightning_bilevel.data.omniglot.OmniglotEpisodes.load": lambda self: omniglot(
+        "lightning_bilevel.data.downloads.OmniglotEpisodes.load": lambda self: omniglot(
             str(self.root), self.image_size
         ),
         "lightning_bilevel.data.glyphs.draw_glyphs": cache(draw_glyphs),

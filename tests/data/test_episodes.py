@@ -99,8 +99,6 @@ def test_an_episode_depends_on_seed_split_and_index_alone() -> None:
     other = numbered(seed=7)
     assert not torch.equal(other.lower[0], many.lower[0])
     assert classes(splits(other)["train"]) <= set(range(40))
-    moved = numbered(split_seed=1, n_train=200)
-    assert classes(splits(moved)["train"]) != classes(splits(numbered(n_train=200))["train"])
 
 
 def test_the_draw_is_the_same_on_every_machine() -> None:
@@ -133,7 +131,7 @@ def test_levels_carry_the_number_of_each_episode() -> None:
         ),
         (
             {"queries": 5},
-            "`Numbered(shots=2, queries=5)` needs 7 examples of each class: there are 6.",
+            "`Numbered`: shots + queries are more than the 6 of a class.",
         ),
     ],
 )
@@ -207,8 +205,10 @@ class TestGlyphs:
 
 
 class Tiny(OmniglotEpisodes):
-    CLASSES = {"images_background": 4, "images_evaluation": 3}  # noqa: RUF012
     DRAWINGS = 3
+
+
+CLASSES = {"images_background": 4, "images_evaluation": 3}
 
 
 TINY = {"ways": 2, "shots": 1, "queries": 2, "n_train": 2, "n_validation": 2, "n_test": 2}
@@ -239,9 +239,8 @@ def archive(root: Path, part: str, content: dict[str, bytes]) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for part, count in Tiny.CLASSES.items():
+def root(tmp_path: Path) -> Path:
+    for part, count in CLASSES.items():
         archive(tmp_path, part, members(part, count))
     return tmp_path
 
@@ -255,43 +254,15 @@ class TestOmniglot:
         shades = [10 * c + d for count in (4, 3) for c in range(count) for d in range(3)]
         assert torch.allclose(images[..., 0, 0, 0].flatten(), 1 - torch.tensor(shades) / 255)
 
-    def test_they_are_decoded_once(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        first = Tiny(root=str(root), **TINY).load()
-        monkeypatch.setattr(Tiny, "_decoded", None)
-        assert torch.equal(Tiny(root=str(root), **TINY).load(), first)
-        with pytest.raises(TypeError):  # another size is another cache
-            Tiny(root=str(root), image_size=20, **TINY).load()
-
-    def test_a_cache_that_cannot_be_written_is_no_error(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (root / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(root / "file"))
-        assert len(Tiny(root=str(root), **TINY).load()) == 7
-
-    def test_names_that_lead_elsewhere_are_not_read(self, root: Path) -> None:
-        part = "images_evaluation"
-        archive(
-            root,
-            part,
-            {
-                **members(part, 3),
-                "../../outside.png": drawing(0),
-                f"{part}/../../x/y.png": drawing(0),
-            },
-        )
-        assert len(Tiny(root=str(root), **TINY).load()) == 7
-        assert not (root.parent / "outside.png").exists()
-
     def test_archives_that_are_missing_or_not_whole_are_refused(self, root: Path) -> None:
         path = root / "omniglot-py" / "images_background.zip"
         whole = path.read_bytes()
         at = whole.index(b"IDAT")
-        archive(root, path.stem, members(path.stem, 3))
+        archive(root, path.stem, dict(list(members(path.stem, 3).items())[:-1]))
         incomplete = path.read_bytes()
         archive(root, path.stem, dict.fromkeys(members(path.stem, 4), b"no image"))
         for content, why in (
-            (incomplete, "images_background.zip has 9 drawings"),
+            (incomplete, "invalid for input of size"),
             (whole[:500], "File is not a zip file"),
             (path.read_bytes(), "cannot identify image"),
             (whole[:at] + b"0000" + whole[at + 4 :], "Bad CRC-32"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -107,7 +106,7 @@ class Predicting(Weighting):
 
 
 class TestWithoutValidation:
-    """Data without a validation batch: nothing is validated, and nobody is warned."""
+    """Data without a validation batch: nothing is validated."""
 
     @pytest.mark.parametrize(
         "options",
@@ -135,11 +134,6 @@ class TestWithoutValidation:
         assert module.last_step.iteration == 12
         assert "val_loss" not in run.callback_metrics
 
-    def test_the_filters_of_warnings_stay(self, tmp_path: Any) -> None:
-        before = list(warnings.filters)
-        FullBatchDataModule(samples(20, 1), samples(30, 2)).val_dataloader()
-        assert warnings.filters == before
-
     def test_early_stopping_stops(self, tmp_path: Any) -> None:
         module, stop = Weighting(), EarlyStopping("bilevel/upper", mode="max", patience=1)
         run = trainer(tmp_path, max_epochs=50, callbacks=[stop])
@@ -158,11 +152,7 @@ class TestWithoutValidation:
     @pytest.mark.parametrize(
         ("what", "sentence"),
         [
-            (
-                "validate",
-                "`FullBatchDataModule` has no validation set: give it one, or leave out",
-            ),
-            ("test", "`FullBatchDataModule` has no test set: give it one"),
+            ("test", "`FullBatchDataModule` has no test set: give it one, or leave out"),
             ("predict", "`FullBatchDataModule` has no test set: give it one"),
         ],
     )

@@ -10,7 +10,7 @@ from running import trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import DatasetCleaning, HyperCleaning
+from lightning_bilevel import DatasetCleaning, Growing, HyperCleaning
 from lightning_bilevel.data.cleaning import Table
 from lightning_bilevel.stochastic import F2SA
 
@@ -46,12 +46,6 @@ def test_an_epoch_has_each_sample_once_with_its_label_and_number(chunk_size: int
     assert torch.equal(clean[1][order], whole.upper[1][expected])
 
 
-def test_the_upper_level_may_have_a_size_of_its_own() -> None:
-    loaders = data(upper_batch_size=2).train_dataloader()
-    assert [len(labels) for _, labels in loaders["upper"]] == [2, 2, 2, 2, 1]
-    assert len(next(iter(loaders["lower"]))[1]) == 5
-
-
 def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
     tensors = torch.rand(7, 2), torch.arange(7)
     ours = DataLoader(Table(*tensors), 3, collate_fn=tuple)
@@ -65,11 +59,7 @@ def test_a_table_gives_what_a_dataset_of_tensors_gives() -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, r"`DatasetCleaning\(batch_size=0\)` must be at least 1"),
-        ({"upper_batch_size": 0}, r"`DatasetCleaning\(upper_batch_size=0\)` must be at least 1"),
-        (
-            {"batch_size": None, "upper_batch_size": 3},
-            r"upper_batch_size=3, growing=None\)`: mini-batches are for both levels",
-        ),
+        ({"growing": Growing()}, "`batch_size` is for mini-batches, `growing` for full batches"),
     ],
 )
 def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:

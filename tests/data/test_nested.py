@@ -131,7 +131,5 @@ class TestRefusals:
             NestedSample(Growing(), {"upper": samples(9, 1), "lower": lower})
 
     def test_mini_batches(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"`DigitsCleaning\(batch_size=8, .*`: .*`growing` is for full batches"
-        ):
+        with pytest.raises(ValueError, match="`growing` for full batches"):
             DigitsCleaning(growing=Growing(), batch_size=8)

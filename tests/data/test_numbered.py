@@ -50,8 +50,3 @@ def test_a_dict_gets_both_by_name() -> None:
 def test_a_source_for_each_sample() -> None:
     with pytest.raises(ValueError, match="has 2 keys for 4 samples"):
         Numbered(PAIRS, [0, 1])
-
-
-def test_samples_of_another_form_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"gives a int as sample 1: it must be a pair .* or a dict"):
-        Numbered([(0, 1), 5])[1]  # type: ignore[arg-type]

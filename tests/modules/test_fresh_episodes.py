@@ -30,7 +30,6 @@ from lightning_bilevel import (
     TaskEpisodes,
     draw_glyphs,
 )
-from lightning_bilevel.modules.networks import nearest_centroid
 from lightning_bilevel.stochastic import F2SA, MEHA, SOBA, VPBGD, StreamingIVSP
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -74,7 +73,7 @@ def test_the_encoder_moves_and_the_heads_stay(name: str, tmp_path: Path) -> None
     moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
     # A normalisation takes away the bias of the convolution only after a nonlinearity: all move.
     assert all(moved)
-    assert {"val_error", "val_centroid_error", "test_centroid_error"} <= set(run.callback_metrics)
+    assert {"val_error", "test_error"} <= set(run.callback_metrics)
 
 
 def test_a_step_goes_once_through_the_encoder_and_back(tmp_path: Path) -> None:
@@ -253,18 +252,6 @@ def test_a_pool_of_tasks_from_elsewhere(tmp_path: Path) -> None:
     assert not any(p.any() for p in ours.heads.parameters())
 
 
-def test_the_nearest_centroid_is_that_of_a_loop() -> None:
-    torch.manual_seed(2)
-    support, query = torch.randn(2, 6, 5), torch.randn(2, 7, 5)
-    labels = torch.tensor([[0, 1, 2, 0, 1, 2], [2, 2, 1, 1, 0, 0]])
-    found = nearest_centroid(support, labels, query, 3)
-    for e in range(2):
-        centroids = [support[e][labels[e] == c].mean(0) for c in range(3)]
-        for q in range(7):
-            distances = [float((query[e, q] - c).norm()) for c in centroids]
-            assert int(found[e, q]) == distances.index(min(distances))
-
-
 def test_there_is_no_certificate_and_nothing_breaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +265,7 @@ def test_there_is_no_certificate_and_nothing_breaks(
     assert report.certificate is None
     printed = capsys.readouterr().out
     assert "F2SA on FewShot" in printed
-    assert "inner iterations     160" in printed
+    assert "inner iterations   160" in printed
     assert monitor.tally.iterations == 4
     logged = {"bilevel/upper", "bilevel/lower", "bilevel/gap", "bilevel/multiplier"}
     assert logged <= set(run.callback_metrics)

@@ -1,9 +1,7 @@
-"""Weights as upper levels: their values, their files, their pictures, what they refuse."""
+"""Weights as upper levels: their values, sets and steps."""
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +43,7 @@ def test_shares_are_in_the_simplex_and_weights_have_mean_one(kind: Any) -> None:
 
 def test_a_weight_net_is_one_half_at_first_and_a_curve_of_the_loss() -> None:
     net = WeightNet(4)
-    assert torch.equal(net.values(), torch.full((101,), 0.5))
+    assert torch.equal(net(torch.linspace(0, 10, 101)), torch.full((101,), 0.5))
     filled(net)
     losses = torch.rand(6, requires_grad=True)
     weights = net(losses)
@@ -63,7 +61,7 @@ def test_a_weight_net_never_gives_exactly_nothing() -> None:
     net = filled(WeightNet())
     with torch.no_grad():
         net.layers[2].bias.fill_(-1e6)
-    assert float(net.values().min()) > 3e-4
+    assert (net(torch.linspace(0, 10, 101)) > 3e-4).all()
 
 
 def test_the_natural_sets_and_optimisers() -> None:
@@ -104,59 +102,6 @@ def test_the_step_of_a_weight_depends_neither_on_n_nor_on_the_size_of_the_batch(
     # A batch of four times as many samples, with the same losses again and again.
     wide = one_step(32, torch.arange(32), losses.repeat(4))
     assert torch.allclose(wide.view(4, 8), small.expand(4, 8), rtol=1e-4)
-
-
-IDS = ["a,b", "ü\n", '"', "d"]
-
-
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_an_export_is_read_back_to_the_last_bit(tmp_path: Path, ids: list[str] | None) -> None:
-    weights = filled(SampleWeights(4))
-    path = tmp_path / "weights.csv"
-    weights.export(path, ids)
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == (ids or ["0", "1", "2", "3"])
-    read = torch.tensor([float(row["weight"]) for row in rows])
-    assert torch.equal(read, weights.values())
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_rows_make_a_frame() -> None:
-    rows = SourceWeights(2).rows(["web", "books"])
-    assert rows == [{"id": "web", "weight": 1.0}, {"id": "books", "weight": 1.0}]
-    assert SampleWeights(2).rows([7, 5])[0] == {"id": 7, "weight": 0.5}
-
-
-def test_a_write_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights.csv"
-    weights = SampleWeights(2)
-    weights.export(path)
-    before = path.read_text()
-
-    def full(*args: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        filled(weights).export(path)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_pictures_show_the_weights() -> None:
-    samples = filled(SampleWeights(40))
-    (axis,) = samples.figure().axes
-    assert sum(bar.get_height() for bar in axis.patches) == 40
-    sources = filled(SourceWeights(3))
-    (axis,) = sources.figure(["web", "books", "noise"]).axes
-    assert [bar.get_height() for bar in axis.patches] == pytest.approx(sources.values().tolist())
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["web", "books", "noise"]
-    net = filled(WeightNet())
-    (axis,) = net.figure().axes
-    assert axis.lines[0].get_ydata().tolist() == net.values().tolist()
 
 
 def test_the_weighted_mean_is_a_problem_of_two_functions_too() -> None:
