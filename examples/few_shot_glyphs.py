@@ -17,7 +17,6 @@ from lightning.pytorch import Trainer
 
 from lightning_bilevel import (
     IVSP,
-    BilevelProgressBar,
     CertificateReport,
     Episodes,
     FewShot,
@@ -70,7 +69,7 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
     )
     errors = {"before": query_error(module, data.test)}
     watching = {
-        "callbacks": [BilevelProgressBar(), CertificateReport()],
+        "callbacks": [CertificateReport()],
         "logger": False,
         "enable_checkpointing": False,
     }

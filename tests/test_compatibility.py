@@ -46,7 +46,6 @@ from lightning_bilevel import (
     CertificateReport,
     Envelope,
     FullBatchDataModule,
-    IVSPMixin,
     LastCheckpoint,
     OptimizationBudget,
     PenaltyMonitor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BilevelError", "CheckpointError", "InnerLoopError", "LineSearchError", "NonFiniteError"]
+__all__ = ["BilevelError", "InnerLoopError", "LineSearchError", "NonFiniteError"]
 
 
 class BilevelError(RuntimeError):
@@ -19,7 +19,3 @@ class InnerLoopError(BilevelError):
 
 class LineSearchError(BilevelError):
     """No trial was accepted within the cap."""
-
-
-class CheckpointError(BilevelError):
-    """A checkpoint could not be written."""

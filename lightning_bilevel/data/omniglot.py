@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_bilevel.data.episodes import EpisodeData
 from lightning_bilevel.data.samples import data_root, missing_data
-from lightning_bilevel.files import write_whole
+from lightning_bilevel.output import write_whole
 
 __all__ = ["OmniglotEpisodes"]
 

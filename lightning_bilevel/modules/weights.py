@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
-from lightning_bilevel.files import write_whole
 from lightning_bilevel.modules.figures import axes
+from lightning_bilevel.output import write_whole
 from lightning_bilevel.stochastic.table_rms import TableRMS
 
 __all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "WeightNet"]

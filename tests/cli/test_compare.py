@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from clocks import Clock
+from lightning_bilevel.cli.results import MethodResult, draw, scale, write_results
 from matplotlib.figure import Figure
 from modules import Weighting, weighting_data
 from places import CONFIGS, SYNTHETIC
@@ -21,11 +22,10 @@ from running import trainer
 
 from lightning_bilevel import BOME, IVSP, FullBatchDataModule, OptimizationBudget, SineProblem
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.callbacks.ends import seconds
 from lightning_bilevel.cli import compare as compare_module
 from lightning_bilevel.cli import results as results_module
 from lightning_bilevel.cli.compare import TRAINER, Method, Recorder, compare
-from lightning_bilevel.cli.results import MethodResult, draw, scale, write_results
 
 pytestmark = pytest.mark.integration
 

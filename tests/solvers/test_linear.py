@@ -6,14 +6,13 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
-
 from lightning_bilevel.solvers.linear import (
     conjugate_gradients,
     fixed_point,
     nonpositive,
     warn_once,
 )
+from torch import Tensor
 
 EPS = 1e-13
 Q, _ = torch.linalg.qr(

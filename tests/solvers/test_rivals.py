@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning_bilevel.solvers.arguments import checked_arguments
+from lightning_bilevel.solvers.pngbio import PNGBiO
+from lightning_bilevel.solvers.vpbgd import VPBGD
 from numpy.typing import NDArray
 from places import SYNTHETIC
 from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Box
-from lightning_bilevel.solvers.arguments import checked_arguments
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.bome import BOME
+from lightning_bilevel.solvers.constants import Power, value_at
 from lightning_bilevel.solvers.f2sa import F2SA
 from lightning_bilevel.solvers.meha import MEHA
-from lightning_bilevel.solvers.pngbio import PNGBiO
 from lightning_bilevel.solvers.record import MultiplierInfo, StepInfo
-from lightning_bilevel.solvers.constants import Power, value_at
 from lightning_bilevel.solvers.slm import SLM
-from lightning_bilevel.solvers.vpbgd import VPBGD
 
 Array = NDArray[np.float64]
 Solver = type[BilevelOptimizer]
