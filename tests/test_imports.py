@@ -60,7 +60,6 @@ PUBLIC = [
     "HyperCleaning",
     "ITD",
     "IVSP",
-    "IVSPInfo",
     "InnerLoopError",
     "LastCheckpoint",
     "LineSearchError",

@@ -39,17 +39,16 @@ def usual_tolerance(trainer: Trainer) -> float:
 
 def _numbers(certificate: Certificate) -> dict[str, float]:
     """Return what is logged of a certificate."""
-    logged = {
-        "violation": certificate.feasibility,
-        "prox_distance": certificate.prox_distance,
-        "prox_distance_bound": certificate.distance_bound,
-        "kkt_stationarity": certificate.stationarity,
-        "kkt_feasibility": certificate.feasibility,
-        "kkt_complementarity": certificate.complementarity,
-        "kkt_residual": certificate.kkt,
-        "kkt_multiplier": certificate.multiplier,
+    return {
+        "bilevel/violation": certificate.feasibility,
+        "bilevel/prox_distance": certificate.prox_distance,
+        "bilevel/prox_distance_bound": certificate.distance_bound,
+        "bilevel/kkt_stationarity": certificate.stationarity,
+        "bilevel/kkt_feasibility": certificate.feasibility,
+        "bilevel/kkt_complementarity": certificate.complementarity,
+        "bilevel/kkt_residual": certificate.kkt,
+        "bilevel/kkt_multiplier": certificate.multiplier,
     }
-    return {f"bilevel/{name}": value for name, value in logged.items()}
 
 
 # How the names of these numbers begin.

@@ -157,10 +157,9 @@ class SolverMonitor(Counting):
         info: StepInfo | None = pl_module.last_step
         if info is None:
             return
-        tally, numbers = self.tally, {"passes": info.passes}
-        numbers |= {f"calls_{name}": count for name, count in asdict(tally.calls).items()}
-        numbers["mean_inner_iterations"] = tally.inner_iterations / tally.iterations
+        tally, numbers = self.tally, {"bilevel/passes": float(info.passes)}
+        numbers |= {f"bilevel/calls_{kind}": n for kind, n in asdict(tally.calls).items()}
+        numbers["bilevel/mean_inner_iterations"] = tally.inner_iterations / tally.iterations
         if tally.trials:
-            numbers["mean_trials"] = tally.trials / tally.iterations
-        metrics = {f"bilevel/{name}": float(value) for name, value in numbers.items()}
-        self.publish(trainer, metrics, info.iteration)
+            numbers["bilevel/mean_trials"] = tally.trials / tally.iterations
+        self.publish(trainer, numbers, info.iteration)

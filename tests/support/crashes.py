@@ -24,7 +24,7 @@ import yaml
 from records import same
 from tables import SOLVERS
 
-from lightning_bilevel import BilevelOptimizer, files
+from lightning_bilevel import BilevelOptimizer, output
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli import compare
 
@@ -148,7 +148,7 @@ def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
             if now("renamed"):
                 die()
 
-        torch.save, files.os.fsync, files.os.replace = torn_save, fsync, rename  # type: ignore[assignment]
+        torch.save, output.os.fsync, output.os.replace = torn_save, fsync, rename  # type: ignore[assignment]
 
     return prepare
 
