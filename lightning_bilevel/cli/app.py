@@ -172,8 +172,9 @@ class BilevelCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         # A plain class: Lightning would add a second one of a callback that the config names.
         parser.add_class_arguments(CertificateMonitor, "monitor", sub_configs=True)
-        about = "end fit after this optimisation time, such as 10m, whatever the steps and epochs"
-        parser.add_argument("--budget", type=str | None, help=about)
+        parser.add_argument(
+            "--budget", type=str | None, help="end fit after this time in the solver"
+        )
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

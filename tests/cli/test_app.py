@@ -82,13 +82,13 @@ def test_a_budget_stops_fit_from_yaml(
     budget: Any,
     iterations: int,
 ) -> None:
-    advance = IVSP.advance
+    step = IVSP.method_type.step
 
-    def timed(self: IVSP, *args: Any) -> Any:
+    def timed(*args: Any) -> Any:
         clock.now += 0.03
-        return advance(self, *args)
+        return step(*args)
 
-    monkeypatch.setattr(IVSP, "advance", timed)
+    monkeypatch.setattr(IVSP.method_type, "step", timed)
     config = yaml.safe_load(CONFIG.read_text())
     config["trainer"]["callbacks"] = [
         {"class_path": "OptimizationBudget", "init_args": {"budget": budget}}

@@ -58,15 +58,15 @@ def small(tmp_path: Path) -> Path:
 def steady(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """An iteration of IVSP or BOME takes 30 ms, whatever else the machine does."""
 
-    def timed(advance: Any) -> Any:
+    def timed(step: Any) -> Any:
         def slowly(*args: Any) -> Any:
             clock.now += 0.03
-            return advance(*args)
+            return step(*args)
 
         return slowly
 
-    for solver in (IVSP, BOME):
-        monkeypatch.setattr(solver, "advance", timed(solver.advance))
+    for method in (IVSP.method_type, BOME.method_type):
+        monkeypatch.setattr(method, "step", timed(method.step))
 
 
 def edited(config: Path, *keys: str, value: Any) -> None:
@@ -335,9 +335,8 @@ def test_evaluations_are_made_when_they_are_due(
         def training_step(self, batch: Any, batch_idx: int = 0) -> None:
             super().training_step(batch, batch_idx)
             assert self.last_step is not None
-            self.last_step = replace(
-                self.last_step, optimization_time=float(self.last_step.iteration)
-            )
+            now = float(self.last_step.iteration)
+            self._run.step = replace(self.last_step, optimization_time=now)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert self.last_step is not None

@@ -177,7 +177,6 @@ class TestMonitors:
         assert seen.evaluated_on == f"{sample}, in eval mode"
         printed = capsys.readouterr()
         assert "all data (20 upper and 30 lower samples), in eval mode" in printed.out
-        assert "all certificates of this run" in printed.out
 
     def test_they_leave_the_run_alone(self, tmp_path: Path) -> None:
         ends = []
