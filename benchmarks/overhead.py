@@ -9,12 +9,13 @@ import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from benchmarks.results import Row, Section
 from benchmarks.tasks import Size, Task, four
 from benchmarks.timing import ratio
-from lightning_bilevel import BilevelProblem, BilevelProgressBar
+from lightning_bilevel import BilevelProblem
 from lightning_bilevel.core.lower import LowerLevel
 
 
@@ -49,7 +50,7 @@ def fitted(task: Task, folder: str) -> float:
         max_steps=task.steps,
         max_epochs=-1,
         logger=TensorBoardLogger(folder),
-        callbacks=[BilevelProgressBar(), clock],
+        callbacks=[TQDMProgressBar(refresh_rate=10), clock],
         enable_model_summary=False,
         enable_checkpointing=False,
         limit_val_batches=0,

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 from lightning_bilevel import (
     IVSP,
-    BilevelProgressBar,
     CertificateReport,
     Episodes,
     FewShot,
@@ -86,7 +85,7 @@ def main(short: bool = False, out: Path = Path("few_shot_glyphs.png")) -> dict[s
     )
     errors = {"before": query_error(module, data.test)}
     watching = {
-        "callbacks": [BilevelProgressBar(), CertificateReport()],
+        "callbacks": [CertificateReport()],
         "logger": False,
         "enable_checkpointing": False,
     }

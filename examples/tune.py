@@ -26,7 +26,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 
 from lightning_bilevel import BilevelError
-from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.callbacks.ends import seconds
 from lightning_bilevel.cli.compare import Method, compare
 
 

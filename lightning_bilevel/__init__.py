@@ -1,7 +1,6 @@
 """Bilevel optimisation for PyTorch Lightning."""
 
 from lightning_bilevel import stochastic as stochastic
-from lightning_bilevel.callbacks import BilevelProgressBar as BilevelProgressBar
 from lightning_bilevel.callbacks import CertificateMonitor as CertificateMonitor
 from lightning_bilevel.callbacks import CertificateReport as CertificateReport
 from lightning_bilevel.callbacks import LastCheckpoint as LastCheckpoint

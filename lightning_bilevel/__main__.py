@@ -61,8 +61,9 @@ def main(args: list[str] | None = None) -> None:
     given = catalogue.with_ready_configs(sys.argv[1:] if args is None else args)
     if args is None:
         sys.argv[1:] = given  # Lightning starts further processes with it
-    # Lightning's own: the first for its maintainers, the second of arguments beside `sys.argv`.
-    for message in (".*LeafSpec.*", "LightningCLI's args parameter"):
+    # Lightning's own: for its maintainers, of arguments beside `sys.argv`, and that `certify` does
+    # without the callbacks of the run.
+    for message in (".*LeafSpec.*", "LightningCLI's args parameter", "Be aware that when using"):
         warnings.filterwarnings("ignore", message)
     if given in ([], ["-h"], ["--help"]):
         print(__doc__, end="")

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_bilevel.files import write_whole
+from lightning_bilevel.output import write_whole
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
 __all__ = ["KEY", "WholeFileIO", "check_record", "leave_out_partials", "record_of"]

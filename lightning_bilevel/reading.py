@@ -20,18 +20,11 @@ _OFTEN = 0.05
 _SLOW = 30.0
 # KKT residuals are small below this part of the largest gradient of f in the run.
 _CONVERGED = 1e-2
-# Nobody looks for a point with a larger norm: f seems to fall without end.
-_FAR_OUT = 1e8
 # A proximal step is long above the first part of 1 + |y|, and next to nothing below the second.
 _LONG = 1e-2
 _SHORT = 1e-6
 # If delta and rho allow |y - z| at most this part of 1 + |y|, then rho is small, not the gradients.
 _NEAR = 1e-4
-# The remedy for a small rho.
-_SMOOTH = (
-    "smooth g, rescale its variables (`lower_unit`) or give `rho`, if the gradient of g jumps (an "
-    "absolute value, ReLU, max) or its curvatures differ by many orders of magnitude"
-)
 
 
 @dataclass
@@ -75,11 +68,6 @@ class Tally:
         """Return the counts that `dataclasses.asdict` has made plain."""
         return cls(**{**counts, "calls": Calls(**counts["calls"])})
 
-    @property
-    def settled(self) -> bool:
-        """Whether the penalty was constant in the last part of the run."""
-        return self.last_update <= _SETTLED * self.iterations
-
 
 def reading(certificate: Certificate, tally: Tally | None = None) -> str:
     """Say in one sentence how feasible and stationary a point is, and if the penalty settled.
@@ -108,10 +96,10 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
         f"and complementary to {c.complementarity:.1e}"
     )
     if tally is not None and tally.penalty_updates is not None:
-        where = "settled at" if tally.settled else "is still moving:"
-        where += f" update {tally.penalty_updates} "
-        where += f"(iteration {tally.last_update} of {tally.iterations})"
-        parts.append(f"the penalty {where if tally.penalty_updates else 'never had to grow'}")
+        number, last, iterations = tally.penalty_updates, tally.last_update, tally.iterations
+        words = "settled at" if last <= _SETTLED * iterations else "is still moving:"
+        words += f" update {number} (iteration {last} of {iterations})"
+        parts.append(f"the penalty {words if number else 'never had to grow'}")
         # The theorem is about such a method only.
         if c.theorem.startswith("does not apply"):
             parts.append(f"the theorem {c.theorem}")
@@ -120,31 +108,33 @@ def reading(certificate: Certificate, tally: Tally | None = None) -> str:
 
 def advice(certificate: Certificate, tally: Tally) -> list[str]:
     """Return one sentence per problem, which says what to try; none if all is well."""
-    c = certificate
-    found = []
+    c, found = certificate, []
     if (ratio := _ratio(c)) > _CONVERGED:
-        if max(c.upper_norm, c.lower_norm) > _FAR_OUT:
-            return [
-                f"Not converged: f is {c.upper:.3g} at a point with norms {c.upper_norm:.2g}, "
-                f"{c.lower_norm:.2g}. It seems to be unbounded below where the lower level holds: "
-                "give the levels a set such as `Box`, or add a penalty on their size."
-            ]
-        found.append(_not_converged(c, ratio, tally))
+        found.append(
+            f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f "
+            f"seen, which a solution has below {_CONVERGED:g}. Run longer; if the values go up and "
+            "down, make the steps shorter; if f falls without end, give the levels a set (`Box`)."
+        )
     if _unenforced(c):
-        found.append(_not_enforced(c))
+        # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
+        delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
+        found.append(
+            "The lower level is not enforced: delta and rho allow a gradient of g of "
+            f"{c.stationarity_bound:.2g} at z, and those seen at y are "
+            f"{c.first_lower_gradient:.2g} at the start and {c.lower_gradient:.2g} at the end. "
+            f"Make delta smaller, at most {delta:.1g}, or scale g up; where g has kinks or very "
+            "different curvatures, smooth it, rescale its variables (`lower_unit`) or give `rho`."
+        )
     if tally.capped > _OFTEN * tally.iterations:
         found.append(
-            f"{tally.capped} of {tally.iterations} line searches ended at their cap: look for a "
-            "kink in f or g, evaluate in float64, or allow a larger `L_max`."
+            f"{tally.capped} of {tally.iterations} line searches ended at their cap: look for "
+            "kinks, evaluate in float64, or allow a larger `L_max`."
         )
     if tally.trials and tally.inner_iterations > _SLOW * tally.trials:
         found.append(
             f"The inner loop takes {tally.inner_iterations / tally.trials:.0f} iterations per "
-            "evaluation: make `L_yy` smaller (too small is noticed and corrected), or `zeta_bar` "
-            "larger."
+            "evaluation: make `L_yy` smaller (too small is corrected), or `zeta_bar` larger."
         )
-    if not tally.settled:
-        found.append("The penalty was still moving: run longer, or start with a smaller `gamma0`.")
     return found
 
 
@@ -154,27 +144,10 @@ def _ratio(c: Certificate) -> float:
     Without the gradient at the start it is 0. The feasibility does not count: it has the unit of g,
     and delta is its measure.
     """
-    if c.first_upper_gradient is None:
+    if c.start is None:
         return 0.0
-    largest = max(c.first_upper_gradient, c.upper_gradient)
+    largest = max(c.start.upper_gradient, c.upper_gradient)
     return max(c.stationarity, c.complementarity) / largest if largest > 0.0 else 0.0
-
-
-def _not_converged(c: Certificate, ratio: float, tally: Tally) -> str:
-    ways = ["Run longer"]
-    if tally.penalty_updates is None:
-        # The user sets the steps of such a method.
-        ways.append("make the steps shorter if the values go up and down")
-    if ratio > 1.0:
-        # At multiplier 0 the residual of the start is the gradient of f.
-        ways.append("go back to the best point, `CertificateMonitor(restore_best=True)`")
-    if c.distance_bound <= _NEAR * (1 + c.lower_norm):
-        # delta and rho hold y close to z, so steps are short.
-        ways.append(_SMOOTH)
-    return (
-        f"Not converged: the KKT residuals are {ratio:.2g} times the largest gradient of f seen, "
-        f"which a solution has below {_CONVERGED:g}. {', or '.join(ways)}."
-    )
 
 
 def _unenforced(c: Certificate) -> bool:
@@ -186,26 +159,7 @@ def _unenforced(c: Certificate) -> bool:
     if first is None or c.residual > -c.delta / 2 or c.lower_gradient <= first / 4:
         return False
     # A start that solves the lower level has no gradient to compare with. The proximal step tells
-    # more: it is short where the lower level holds.
-    return c.rho * c.lower_gradient >= _LONG * (1 + c.lower_norm) or _sees_little(c)
-
-
-def _sees_little(c: Certificate) -> bool:
-    """Return whether rho is so small that the Moreau envelope sees next to nothing of g."""
-    largest = max(c.first_lower_gradient or 0.0, c.lower_gradient)
-    size = 1 + c.lower_norm
-    return 0.0 < c.rho * largest <= _SHORT * size and c.distance_bound <= _NEAR * size
-
-
-def _not_enforced(c: Certificate) -> str:
-    diagnosis = (
-        "The lower level is not enforced: delta and rho allow a gradient of g of "
-        f"{c.stationarity_bound:.2g} at z, and those seen at y are {c.first_lower_gradient:.2g} at "
-        f"the start and {c.lower_gradient:.2g} at the end."
-    )
-    if _sees_little(c):
-        seen = f"With rho = {c.rho:.2g} the Moreau envelope sees next to nothing of g"
-        return f"{diagnosis} {seen}: {_SMOOTH}."
-    # delta = rho (1 - rho sigma)/2 (G/10)^2 allows a tenth of the gradient G.
-    delta = c.rho * (1 - c.rho * c.sigma) / 2 * (c.lower_gradient / 10) ** 2
-    return f"{diagnosis} Make delta smaller, at most {delta:.1g}, or scale g up."
+    # more: it is short where the lower level holds, and nothing at all where rho is too small.
+    step, size = c.rho * c.lower_gradient, 1 + c.lower_norm
+    unseen = 0.0 < step <= _SHORT * size and c.distance_bound <= _NEAR * size
+    return unseen or step >= _LONG * size

@@ -20,7 +20,7 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.distributed import check_parts, check_same_point, shared_problem
 from lightning_bilevel.exact import BatchProblem, ModuleFunctions, functions_of, problem_of
-from lightning_bilevel.logging import publish_step
+from lightning_bilevel.logging import is_logged, publish_step
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo, StreamInfo
 
@@ -81,9 +81,7 @@ class Run:
         if self.functions is not None and self.functions.copies:
             self.functions.update_buffers(current.part, shared=current.problem.reduce is not None)
         trainer = module.trainer
-        every = trainer.log_every_n_steps  # 0 is never
-        logged = every > 0 and (info.iteration % every == 0 or info.iteration == 1)
-        if logged:
+        if logged := is_logged(trainer, info.iteration):
             check_same_point(trainer, module._declared().parameters, info.iteration)
         if logged or self.watched:
             publish_step(trainer, info, logged=logged)

@@ -8,7 +8,7 @@ from places import ROOT
 
 # Each may import those above it, besides itself; what stands beside them in the package is for all.
 FLOORS: list[set[str]] = [
-    {"files", "table", "version"},
+    {"output", "version"},
     {"core"},
     {"solvers"},
     {"stochastic"},
@@ -31,7 +31,6 @@ PUBLIC = [
     "BilevelModule",
     "BilevelOptimizer",
     "BilevelProblem",
-    "BilevelProgressBar",
     "Box",
     "Calls",
     "Certificate",
@@ -61,7 +60,6 @@ PUBLIC = [
     "HyperCleaning",
     "ITD",
     "IVSP",
-    "IVSPInfo",
     "InnerLoopError",
     "LastCheckpoint",
     "LineSearchError",

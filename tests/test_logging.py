@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import importlib.util
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -114,25 +113,12 @@ def test_numbers(run: Any, kind: str) -> None:
     assert found[6] == pytest.approx(last.upper, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
-def test_texts_and_figures(run: Any, kind: str) -> None:
-    folder, logger = run[0], logger_of(run, kind)
-    if kind == "tensorboard":
-        shown = events(Path(logger.log_dir))
-        text = shown.Tensors("certificate/text_summary")[0].tensor_proto.string_val[0].decode()
-        pictures = [shown.Images("weights")[0].encoded_image_string]
-    elif kind == "mlflow":
-        text = logger.experiment.get_run(logger.run_id).info.artifact_uri.removeprefix("file://")
-        pictures = [path.read_bytes() for path in Path(text).glob("weights.png")]
-        text = Path(text, "certificate.md").read_text()
-    else:
-        (table,) = folder.glob("wandb/offline-run-*/files/media/table/certificate*.json")
-        text = json.loads(table.read_text())["data"][0][0]
-        pictures = [
-            p.read_bytes() for p in folder.glob("wandb/offline-run-*/files/media/images/*.png")
-        ]
+def test_texts_and_figures(run: Any) -> None:
+    """They are for TensorBoard; other loggers have no common way to take them."""
+    shown = events(Path(run[1]["tensorboard"].log_dir))
+    text = shown.Tensors("certificate/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "KKT stationarity" in text
-    assert [picture[:4] for picture in pictures] == [b"\x89PNG"]
+    assert shown.Images("weights")[0].encoded_image_string.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("kind", ["csv", "wandb", "mlflow"])
@@ -185,9 +171,7 @@ class Failing(Logger):
 
 
 def test_what_a_logger_does_not_take_is_said_and_the_run_ends_well(tmp_path: Path) -> None:
-    words = (
-        r"`Failing` did not take 'hyper-parameters' \(ConnectionError: the server is gone\): the"
-    )
+    words = r"`Failing` did not take 'hyper-parameters' \(ConnectionError\('the server is gone'"
     with pytest.warns(UserWarning, match=words):
         trainer(
             tmp_path,
@@ -204,7 +188,7 @@ def test_a_figure_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         def on_train_end(self) -> None:
             log_figure(self.trainer, "weights", lambda: self.logits.reshape(7, 3), 3)
 
-    with pytest.warns(UserWarning, match=r"did not take 'weights' \(RuntimeError: sha"):
+    with pytest.warns(UserWarning, match=r"did not take 'weights' \(RuntimeError\(\W+sha"):
         trainer(
             tmp_path, max_steps=3, log_every_n_steps=10, logger=TensorBoardLogger(tmp_path)
         ).fit(Drawn(), datamodule=weighting_data())

@@ -17,7 +17,7 @@ from places import ROOT
 import lightning_bilevel
 from lightning_bilevel import BilevelOptimizer, stochastic
 from lightning_bilevel.__main__ import main
-from lightning_bilevel.callbacks.budget import seconds
+from lightning_bilevel.callbacks.ends import seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.modules.reweighting import detection

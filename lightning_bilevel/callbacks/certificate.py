@@ -20,13 +20,11 @@ from lightning_bilevel.callbacks.monitors import Counting, Monitor, solver_of
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.files import write_whole
 from lightning_bilevel.logging import log_hyperparameters, log_text, run_folder
 from lightning_bilevel.mini_batches import MiniBatches
+from lightning_bilevel.output import table, write_whole
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.record import StreamInfo
-from lightning_bilevel.table import table
 
 __all__ = ["CertificateMonitor", "CertificateReport", "as_text", "usual_tolerance"]
 
@@ -41,17 +39,16 @@ def usual_tolerance(trainer: Trainer) -> float:
 
 def _numbers(certificate: Certificate) -> dict[str, float]:
     """Return what is logged of a certificate."""
-    logged = {
-        "violation": certificate.feasibility,
-        "prox_distance": certificate.prox_distance,
-        "prox_distance_bound": certificate.distance_bound,
-        "kkt_stationarity": certificate.stationarity,
-        "kkt_feasibility": certificate.feasibility,
-        "kkt_complementarity": certificate.complementarity,
-        "kkt_residual": certificate.kkt,
-        "kkt_multiplier": certificate.multiplier,
+    return {
+        "bilevel/violation": certificate.feasibility,
+        "bilevel/prox_distance": certificate.prox_distance,
+        "bilevel/prox_distance_bound": certificate.distance_bound,
+        "bilevel/kkt_stationarity": certificate.stationarity,
+        "bilevel/kkt_feasibility": certificate.feasibility,
+        "bilevel/kkt_complementarity": certificate.complementarity,
+        "bilevel/kkt_residual": certificate.kkt,
+        "bilevel/kkt_multiplier": certificate.multiplier,
     }
-    return {f"bilevel/{name}": value for name, value in logged.items()}
 
 
 # How the names of these numbers begin.
@@ -115,8 +112,9 @@ class CertificateMonitor(Monitor):
         tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
             1e-3, as in the paper, and 1e-6 in float64, which resolves the stationarity better.
         envelope: The Moreau envelope (rho, sigma, delta); None is the module's.
-        restore_best: Write the best point into the module when fit ends, before the certificate is
-            evaluated. A run that is resumed from a checkpoint still goes on from its last point.
+        restore_best: Write the best point into the module when fit ends; :class:`CertificateReport`
+            certifies it if it is named after the monitor. A run that is resumed from a checkpoint
+            still goes on from its last point.
 
     Attributes:
         latest: The latest violation.
@@ -140,15 +138,8 @@ class CertificateMonitor(Monitor):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._seen = 0
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._watched_by = [
-            c for c in callbacks if str(getattr(c, "monitor", "")).startswith(_LOGGED)
-        ]
-        earlier = callbacks[: callbacks.index(self)]
-        if self.restore_best and any(isinstance(c, CertificateReport) for c in earlier):
-            raise MisconfigurationException(
-                "`CertificateMonitor(restore_best=True)` comes after `CertificateReport`, which "
-                "would certify another point: name the monitor first."
-            )
+        monitored = [(str(getattr(c, "monitor", "")), c) for c in callbacks]
+        self._watched_by = [c for name, c in monitored if name.startswith(_LOGGED)]
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -227,54 +218,43 @@ class CertificateReport(Counting):
     in the file.
 
     Args:
-        tolerance: The accuracy of the proximal point, as the norm of its gradient mapping; None is
-            1e-9 in float64 and 1e-5 in float32, and 1e-3 after a run on mini-batches.
         batches: After a run on mini-batches, the most batches of a level that the certificate looks
             at; the table says what data it is of. It may cost as much as the run; 0 leaves it out,
             after any run.
-        passes: After a run on mini-batches, the most passes of g over these data for the proximal
-            point. If they do not suffice, the certificate says how accurate it is.
-        envelope: The Moreau envelope (rho, sigma, delta); None is the module's, with a rho from the
-            curvature of g if the solver's would take too many passes after a run on mini-batches.
 
     Attributes:
-        certificate: The certificate, once fit has ended.
+        certificate: The certificate, once fit has ended. ``module.certify`` evaluates another, with
+            a tolerance or an envelope of one's own.
         proved: The certificate of the theorem's point, if there is one.
         tally: The counts that the reading is based on.
     """
 
-    tolerance: float | None = None
     batches: int = 1000
-    passes: int = 20
-    envelope: Envelope | None = None
     certificate: Certificate | None = field(default=None, init=False)
     proved: Certificate | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        for name, value in (("tolerance", self.tolerance), ("passes", self.passes)):
-            if value is not None and not value > 0:
-                raise ValueError(f"`CertificateReport({name}={value})` must be positive.")
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        step = pl_module.last_step
+        step, solver = pl_module.last_step, solver_of(trainer)
         if step is None:
             return
-        solver = solver_of(trainer)
-        self._certify(pl_module, solver)
+        self.certificate = self.proved = None
+        try:
+            if self.batches > 0:
+                self.certificate = pl_module.certify(batches=self.batches)
+            if solver.proved is not None:
+                self.proved = pl_module.certify(proved=True)
+        except (BilevelError, MisconfigurationException) as error:
+            # The run is done, and its result is worth more than a report.
+            rank_zero_warn(f"There is no certificate: {error}")
         name = getattr(solver, "name", type(solver).__name__)
         title = f"{name} on {type(pl_module).__name__}"
         # The latest numbers that the module itself has logged, such as a validation loss.
         metrics = sorted(trainer.callback_metrics.items())
-        final = {name: float(v) for name, v in metrics if not name.startswith("bilevel/")}
+        final = {tag: float(v) for tag, v in metrics if not tag.startswith("bilevel/")}
         text = as_text(title, self.certificate, self.tally, solver, final)
         if self.proved is not None:
             text += f"\n{_filled(reading(self.proved))}"
-        if self.certificate is not None and isinstance(step, StreamInfo):
-            text += (
-                f"\nThe certificate took {self.certificate.passes} passes over these data, all "
-                f"certificates of this run {pl_module.evaluation_time:.1f} s."
-            )
         # First of all, because a logger may fail.
         rank_zero_only(print)(f"\n{text}")
         self._save(run_folder(trainer), title, solver)
@@ -285,21 +265,9 @@ class CertificateReport(Counting):
             log_text(trainer, "certificate", textwrap.indent(text, "    "), step.iteration)
             final |= {key: found[key] for key in ("bilevel/kkt_residual", "bilevel/violation")}
         final["bilevel/optimization_time"] = step.optimization_time
-        constants = {"solver": name, **solver.hyper_parameters}
-        named = {f"bilevel/{name}": value for name, value in constants.items()}
-        log_hyperparameters(trainer, {**pl_module.hparams_initial, **named}, final, step.iteration)
-
-    def _certify(self, pl_module: Any, solver: BilevelOptimizer | MiniBatches) -> None:
-        self.certificate = self.proved = None
-        limits = {"batches": self.batches, "passes": self.passes, "envelope": self.envelope}
-        try:
-            if self.batches > 0:
-                self.certificate = pl_module.certify(tolerance=self.tolerance, **limits)
-            if solver.proved is not None:
-                self.proved = pl_module.certify(tolerance=self.tolerance, proved=True)
-        except (BilevelError, MisconfigurationException) as error:
-            # The run is done, and its result is worth more than a report.
-            rank_zero_warn(f"There is no certificate: {error}")
+        values = {"solver": name, **solver.hyper_parameters}
+        values = pl_module.hparams_initial | {f"bilevel/{key}": v for key, v in values.items()}
+        log_hyperparameters(trainer, values, metrics=final, step=step.iteration)
 
     @rank_zero_only
     def _save(
@@ -350,7 +318,8 @@ def as_text(
     if certificate is not None:
         advised = (f"Advice: {line}" for line in advice(certificate, tally))
         parts += map(_filled, [reading(certificate, tally), *advised])
-        parts.append(str(certificate))
+        took = f"The certificate took {certificate.passes} passes over these data."
+        parts += [str(certificate), took]
     return "\n".join(parts)
 
 

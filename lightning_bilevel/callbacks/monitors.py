@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from lightning_bilevel.logging import is_logged, log_text, publish
 from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
-from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo, tag_of
+from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
 __all__ = ["Counting", "Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
 
@@ -107,14 +106,13 @@ class PenaltyMonitor(Monitor):
         if not isinstance(info, PenaltyInfo):
             return
         self.iteration = info.iteration
-        numbers: dict[str, float] = {}
         if info.penalty_updated:
             self.events.append({name: getattr(info, name) for name in _EVENT})
-            numbers["bilevel/penalty_at_update"] = info.gamma_next
+            updated = {"bilevel/penalty_at_update": info.gamma_next}
+            self.publish(trainer, updated, info.iteration)
         if is_logged(trainer, info.iteration):
-            numbers["bilevel/penalty_constant_for"] = float(self.constant_for)
-        if numbers:
-            self.publish(trainer, numbers, info.iteration)
+            constant = {"bilevel/penalty_constant_for": float(self.constant_for)}
+            self.publish(trainer, constant, info.iteration)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -141,43 +139,27 @@ class PenaltyMonitor(Monitor):
 
 @dataclass(eq=False, repr=False)
 class SolverMonitor(Counting):
-    r"""Logs the cost of the solver's iterations, and its parameters, at ``log_every_n_steps``.
+    """Logs what the solver's iterations cost, at ``log_every_n_steps`` and at the end.
 
-    For every method it logs ``bilevel/mean_inner_iterations`` (per outer iteration, since the last
-    look), ``bilevel/calls_upper`` and the other evaluations by kind, and ``bilevel/passes`` (since
-    the start). For IVSP it also logs ``bilevel/accuracy`` (:math:`\zeta`), ``bilevel/curvature``
-    (L), ``bilevel/curvature_start`` (the L that the line search started from) and
-    ``bilevel/mean_trials``.
+    It logs ``bilevel/calls_upper`` and the other evaluations by kind, ``bilevel/passes``, and the
+    mean per outer iteration, ``bilevel/mean_inner_iterations``; for methods with a line search also
+    ``bilevel/mean_trials``. All of them are since the start of the run.
     """
-
-    _before: Tally = field(default_factory=Tally, init=False)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._before = copy(self.tally)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
-        info: StepInfo | None = pl_module.last_step
-        if info is not None and info.iteration == 1:
-            self._before = Tally()
-        if info is not None and is_logged(trainer, info.iteration):
-            self._report(trainer, info)
+        if is_logged(trainer, self.tally.iterations):
+            self.on_train_end(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if self.tally.iterations > self._before.iterations:
-            self._report(trainer, pl_module.last_step)
-
-    def _report(self, trainer: Trainer, info: StepInfo) -> None:
-        now, before = self.tally, self._before
-        steps = now.iterations - before.iterations
-        inner = now.inner_iterations - before.inner_iterations
-        metrics = {f"bilevel/calls_{name}": count for name, count in asdict(now.calls).items()}
-        metrics |= {"bilevel/mean_inner_iterations": inner / steps, "bilevel/passes": info.passes}
-        if isinstance(info, PenaltyInfo):
-            metrics |= {tag_of(name): getattr(info, name) for name in ("zeta", "L", "L_start")}
-            metrics["bilevel/mean_trials"] = (now.trials - before.trials) / steps
-        self.publish(trainer, {name: float(v) for name, v in metrics.items()}, info.iteration)
-        self._before = copy(now)
+        info: StepInfo | None = pl_module.last_step
+        if info is None:
+            return
+        tally, numbers = self.tally, {"bilevel/passes": float(info.passes)}
+        numbers |= {f"bilevel/calls_{kind}": n for kind, n in asdict(tally.calls).items()}
+        numbers["bilevel/mean_inner_iterations"] = tally.inner_iterations / tally.iterations
+        if tally.trials:
+            numbers["bilevel/mean_trials"] = tally.trials / tally.iterations
+        self.publish(trainer, numbers, info.iteration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,18 +17,16 @@ from typing_extensions import override
 
 # Imported so that YAML can use the short names of its classes.
 import lightning_bilevel.modules as _modules  # noqa: F401
-from lightning_bilevel.callbacks.budget import BilevelProgressBar, OptimizationBudget
 from lightning_bilevel.callbacks.certificate import CertificateMonitor, CertificateReport, as_text
-from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint, write_whole_files
+from lightning_bilevel.callbacks.ends import LastCheckpoint, OptimizationBudget, write_whole_files
 from lightning_bilevel.callbacks.monitors import PenaltyMonitor, SolverMonitor, solver_of
 from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Repeated
-from lightning_bilevel.files import write_whole
 from lightning_bilevel.logging import run_folder
+from lightning_bilevel.output import table, write_whole
 from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
-from lightning_bilevel.table import table
 from lightning_bilevel.whole_data import gathered
 
 __all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer"]
@@ -50,7 +47,8 @@ class BilevelTrainer(Trainer):
         self,
         model: Any,
         datamodule: Any = None,
-        ckpt_path: str | None = None,
+        *,
+        ckpt_path: str,
         weights_only: bool | None = None,
         tolerance: PositiveFloat | None = None,
         proved: bool = False,
@@ -65,11 +63,7 @@ class BilevelTrainer(Trainer):
             tolerance: The accuracy of the proximal point.
             proved: Look at the theorem's point.
         """
-        if not ckpt_path or not Path(ckpt_path).is_file():
-            raise MisconfigurationException(
-                f"`certify --ckpt_path {ckpt_path}`: there is no such file. Name one."
-            )
-        self._restore(model, datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         batch = None if model.on_mini_batches else self._whole_batch(datamodule)
         found: Certificate | None = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         name, solver = type(model).__name__, solver_of(self)
@@ -98,7 +92,7 @@ class BilevelTrainer(Trainer):
             ckpt_path: Not used; the config of a fit may have one.
             weights_only: Not used either.
         """
-        self._restore(model, datamodule)
+        self.fit(model, datamodule=datamodule)
         problem = model.problem_on(self._whole_batch(datamodule))
         delta = 1e-3 if model.envelope is None else model.envelope.delta
         given = solver_of(self).hyper_parameters
@@ -111,13 +105,6 @@ class BilevelTrainer(Trainer):
             f"{table(title, rows)}\nFrom {problem.calls.passes} passes of f and g at the start. "
             "What the config leaves out, IVSP chooses so."
         )
-
-    def _restore(self, model: Any, datamodule: Any, **checkpoint: Any) -> None:
-        """Give module, solver and callbacks the state of a checkpoint, or of the start of a run."""
-        with warnings.catch_warnings():
-            message = "Be aware that when using `ckpt_path`, callbacks"
-            warnings.filterwarnings("ignore", message=message)
-            self.fit(model, datamodule=datamodule, **checkpoint)
 
     def _whole_batch(self, datamodule: Any) -> Any:
         """Return the batch of a full-batch run, or all data of one on mini-batches."""
@@ -183,22 +170,20 @@ class BilevelCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # Plain classes: Lightning would add a second one of a callback that the config names.
+        # A plain class: Lightning would add a second one of a callback that the config names.
         parser.add_class_arguments(CertificateMonitor, "monitor", sub_configs=True)
-        parser.add_class_arguments(CertificateReport, "certificate", sub_configs=True)
-        about = "end fit after this optimisation time, such as 10m, whatever the steps and epochs"
-        parser.add_argument("--budget", type=str | None, help=about)
+        parser.add_argument(
+            "--budget", type=str | None, help="end fit after this time in the solver"
+        )
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        settings, monitor, report, budget = (
-            self._get(self.config_init, key)
-            for key in ("trainer", "monitor", "certificate", "budget")
-        )
+        keys = ("trainer", "monitor", "budget")
+        settings, monitor, budget = (self._get(self.config_init, key) for key in keys)
         given = settings["callbacks"] or []
         named: list[Callback] = given if isinstance(given, list) else [given]
         # One that the config names is not added. The report comes last: it certifies the end.
-        usual = [PenaltyMonitor(), SolverMonitor(), monitor, report]
+        usual = [PenaltyMonitor(), SolverMonitor(), monitor, CertificateReport()]
         added = [callback for callback in usual if type(callback) not in map(type, named)]
         if budget is not None:
             added.insert(0, OptimizationBudget(budget))
@@ -207,13 +192,14 @@ class BilevelCLI(LightningCLI):
             kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64
         if self.subcommand in ("certify", "probe"):
             self.save_config_callback = None
-            kwargs |= {**WITHOUT_STEPS, "callbacks": [report]}
+            kwargs |= {**WITHOUT_STEPS, "callbacks": [usual[-1]]}
         trainer = super().instantiate_trainer(**{"callbacks": [*named, *added], **kwargs})
-        # Replace Lightning's own progress bar and checkpoint callback, but not the user's.
+        # Replace Lightning's own progress bar, whose drawing may take longer than a step, and its
+        # checkpoint callback, but not the user's.
         callbacks = cast(Any, trainer).callbacks
         for index, callback in enumerate(callbacks):
             if type(callback) in (TQDMProgressBar, RichProgressBar) and callback not in named:
-                callbacks[index] = BilevelProgressBar()
+                callbacks[index] = type(callback)(refresh_rate=10)
             elif type(callback) is ModelCheckpoint and callback not in named:
                 callbacks[index] = LastCheckpoint(Path(trainer.default_root_dir) / "checkpoints")
         write_whole_files(trainer)

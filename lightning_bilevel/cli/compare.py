@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
-from lightning_bilevel.callbacks.budget import OptimizationBudget, seconds
 from lightning_bilevel.callbacks.certificate import usual_tolerance
-from lightning_bilevel.callbacks.last_checkpoint import LastCheckpoint
+from lightning_bilevel.callbacks.ends import LastCheckpoint, OptimizationBudget, seconds
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.cli.catalogue import ready
-from lightning_bilevel.cli.results import COUNTS, MethodResult, write_results
-from lightning_bilevel.core.errors import CheckpointError
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.files import write_whole
+from lightning_bilevel.output import write_whole
 
-__all__ = ["compare", "main"]
+__all__ = ["MethodResult", "compare", "main"]
 
+COUNTS = ("iteration", "optimization_time", "passes")
 # The interval of the checkpoints from which an interrupted comparison resumes.
 SAVE_EVERY: str | float = "10s"
 # The value of `Trainer.val_check_batch` that turns validation off.
@@ -38,11 +38,23 @@ TRAINER: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval"
 TRAINER |= {"num_sanity_val_steps": 0, "logger": False, "enable_progress_bar": False}
 TRAINER |= {"devices": 1, "strategy": "auto"}
 # What names and tunes a method does not change the problem; the envelope is for evaluation only.
-_METHOD = (
-    *("solver", "upper_unit", "lower_unit", "envelope"),
-    *("method", "gradient_clip_val", "accumulate", "skip_nonfinite"),
-    *(f"{level}_{what}" for level in ("upper", "lower") for what in ("optimizer", "scheduler")),
-)
+_METHOD = {"solver", "method", "envelope", "accumulate", "gradient_clip_val", "skip_nonfinite"}
+_OF_A_LEVEL = ("unit", "optimizer", "scheduler")
+_METHOD |= {f"{level}_{what}" for level in ("upper", "lower") for what in _OF_A_LEVEL}
+
+
+class MethodResult(NamedTuple):
+    """One method of a comparison.
+
+    Attributes:
+        name: The name of its config.
+        rows: One record per evaluation: iteration, optimization_time, passes, and every metric.
+        error: The error that ended the run early, if there was one.
+    """
+
+    name: str
+    rows: list[dict[str, float]]
+    error: str | None = None
 
 
 class Method(BilevelCLI):
@@ -66,8 +78,7 @@ class Method(BilevelCLI):
         named = init_args.get("solver") or init_args.get("method")
         if not isinstance(named, dict):
             raise ValueError(
-                f"`compare {path}`: the config names neither a `solver` nor a `method` of "
-                f"`{type(self.model).__name__}`, which must hand it to `declare`."
+                f"`compare {path}`: the config names no `solver` or `method` to hand to `declare`."
             )
         self.solver = named["class_path"].rsplit(".", 1)[-1]
         for argument in _METHOD:
@@ -168,8 +179,7 @@ def compare(
             raise ValueError(f"`compare`: {name} differs from {first.path.stem} in {different}.")
         kept = out / name / "config.yaml"
         if kept.exists() and kept.read_text() != method.text:
-            words = "was run there with another budget or settings"
-            raise ValueError(f"`compare --out {out}`: {name} {words}.")
+            raise ValueError(f"`compare --out {out}`: {name} was run there with other settings.")
     # All are judged by the envelope of the first IVSP.
     envelope = next((m.model.envelope for m in methods.values() if m.solver == "IVSP"), None)
     times = [budget * (i + 1) / evaluations for i in range(evaluations)]
@@ -177,7 +187,8 @@ def compare(
     with suppress(Exception):
         Method(first.path, budget).fit([OptimizationBudget(1e-9)])
     results = [_run(out / name, method, times, envelope) for name, method in methods.items()]
-    write_results(out, results, f"{type(first.model).__name__}, {budget:g} s of optimisation each")
+    title = f"{type(first.model).__name__}, {budget:g} s of optimisation each"
+    write_results(out, results, f"{title} (only IVSP aims at the KKT residual)")
     return results
 
 
@@ -198,14 +209,77 @@ def _run(
             method.trainer.validate(method.model, datamodule=method.datamodule, verbose=False)
             recorder.start = dict(method.trainer.callback_metrics)
         Method(method.path, times[-1]).fit(callbacks, "last" if last.exists() else None)
-    except (OSError, CheckpointError):
+    except OSError:
         raise  # a full disk is not the method's fault: the next call of `compare` resumes
     except Exception as failure:  # the other methods still run; the row of this one has the error
         error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-    result = MethodResult(folder.name, method.solver, recorder.rows, error)
+    result = MethodResult(folder.name, recorder.rows, error)
     write_whole(done, json.dumps(result._asdict()).encode())
     last.unlink(missing_ok=True)
     return result
+
+
+def write_results(out: Path, results: Sequence[MethodResult], title: str) -> None:
+    """Write results.csv, summary.md, and the figure as PNG and SVG."""
+    names = dict.fromkeys(name for result in results for row in result.rows for name in row)
+    metrics = [name for name in names if name not in COUNTS]
+    with (out / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["method", *COUNTS, *metrics])
+        writer.writeheader()
+        for result in results:
+            writer.writerows({"method": result.name, **row} for row in result.rows)
+    (out / "summary.md").write_text(summary(results, metrics, title))
+    if metrics:
+        figure = draw(results, metrics, title)
+        for suffix in ("png", "svg"):
+            figure.savefig(out / f"figure.{suffix}", dpi=160)
+
+
+def summary(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> str:
+    """Return a table of the last metrics in Markdown; the best of each is bold."""
+    columns = ["method", *metrics, "iterations", "time (s)", "passes", "note"]
+    lines = [f"# {title}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    # A run that ended early does not compete.
+    ends = [result.rows[-1] for result in results if result.rows and not result.error]
+    best = {}
+    for name in metrics:
+        rises = any(word in name.lower() for word in ("auroc", "accuracy"))
+        found = [row[name] for row in ends if name in row]
+        best[name] = (max if rises else min)(found, default=math.nan)
+    for result in results:
+        last = result.rows[-1] if result.rows else {}
+        cells = [result.name]
+        for name in (*metrics, *COUNTS):
+            text = f"{last[name]:{'.3g' if name in metrics else '.6g'}}" if name in last else ""
+            bold = name in last and not result.error and last[name] == best.get(name)
+            cells.append(f"**{text}**" if bold else text)
+        cells.append((result.error or "").replace("|", "/"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Sequence[MethodResult], metrics: Sequence[str], title: str) -> Any:
+    """Draw each metric against optimisation time, one panel per metric."""
+    from matplotlib.figure import Figure
+
+    columns = len(metrics) if len(metrics) <= 4 else 3
+    rows = math.ceil(len(metrics) / columns)
+    figure = Figure(figsize=(3.4 * columns, 2.8 * rows + 0.7), layout="constrained")
+    for number, metric in enumerate(metrics, 1):
+        axis: Any = figure.add_subplot(rows, columns, number)
+        for index, result in enumerate(results):
+            values = {row["optimization_time"]: row[metric] for row in result.rows if metric in row}
+            style = "-" if index < 10 else "--"  # there are ten colours
+            axis.plot([*values], [*values.values()], style, label=result.name)
+        limits = axis.dataLim
+        if limits.y0 >= 0.0 and limits.y1 > 10 * limits.minposy:
+            axis.set_yscale("log")  # a violation that has reached zero leaves it at the bottom
+        axis.set(xlabel="optimisation time (s)", xlim=(0.0, None), title=metric)
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    lines = axis.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2 * columns, frameon=False)
+    return figure
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -33,7 +33,7 @@ from lightning_bilevel.core.prox import precise_prox, projected_step, slope_of_p
 from lightning_bilevel.core.qualification import Qualification, theorem
 from lightning_bilevel.core.sets import ConvexSet, Product
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.table import table
+from lightning_bilevel.output import table
 
 # Multipliers are searched one after another, in so many rounds at most.
 _ROUNDS = 100

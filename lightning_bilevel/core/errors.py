@@ -15,7 +15,3 @@ class InnerLoopError(BilevelError):
 
 class LineSearchError(BilevelError):
     """No trial was accepted within the cap."""
-
-
-class CheckpointError(BilevelError):
-    """A checkpoint could not be written."""

@@ -27,10 +27,7 @@ Info = TypeVar("Info", bound="StepInfo")
 _TAGS = {
     "residual": "moreau_gap",
     "mu": "smoothing",
-    "zeta": "accuracy",
     "gamma": "penalty",
-    "L": "curvature",
-    "L_start": "curvature_start",
 }
 
 

@@ -82,13 +82,13 @@ def test_a_budget_stops_fit_from_yaml(
     budget: Any,
     iterations: int,
 ) -> None:
-    advance = IVSP.advance
+    step = IVSP.method_type.step
 
-    def timed(self: IVSP, *args: Any) -> Any:
+    def timed(*args: Any) -> Any:
         clock.now += 0.03
-        return advance(self, *args)
+        return step(*args)
 
-    monkeypatch.setattr(IVSP, "advance", timed)
+    monkeypatch.setattr(IVSP.method_type, "step", timed)
     config = yaml.safe_load(CONFIG.read_text())
     config["trainer"]["callbacks"] = [
         {"class_path": "OptimizationBudget", "init_args": {"budget": budget}}
@@ -265,9 +265,9 @@ class TestCertify:
             (
                 ["--ckpt_path", "nowhere.ckpt"],
                 1,
-                "`certify --ckpt_path nowhere.ckpt`: there is no such file",
+                "'nowhere.ckpt'`: there is no such file",
             ),
-            (["--ckpt_path", "null"], 1, "`certify --ckpt_path None`: there is no such file"),
+            (["--ckpt_path", "null"], 2, "ckpt_path"),
             (["--tolerance", "0"], 2, 'Parser key "tolerance"'),
         ],
     )
@@ -301,7 +301,7 @@ class TestCallbacks:
     WATCHING: ClassVar[list[str]] = ["PenaltyMonitor", "SolverMonitor", "CertificateMonitor"]
     OTHERS: ClassVar[list[str]] = [
         "_SaveConfig",
-        "BilevelProgressBar",
+        "TQDMProgressBar",
         "ModelSummary",
         "LastCheckpoint",
     ]
@@ -321,7 +321,7 @@ class TestCallbacks:
     def test_a_progress_bar_of_the_users_stays(self, tmp_path: Path) -> None:
         found = built(tmp_path, "--trainer.callbacks=TQDMProgressBar")
         assert found[0] == "TQDMProgressBar"
-        assert "BilevelProgressBar" not in found
+        assert "TQDMProgressBar" not in found[1:]
 
 
 def test_probe_takes_the_config_of_a_fit(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +348,11 @@ class TestOnMiniBatches:
         run.fit(module, datamodule=StreamedData())
         run.save_checkpoint(tmp_path / "run.ckpt")
         loaded = (Streamed(method=method), StreamedData())
-        found = BilevelTrainer(**WITHOUT_STEPS).certify(*loaded, str(tmp_path / "run.ckpt"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+            found = BilevelTrainer(**WITHOUT_STEPS).certify(
+                *loaded, ckpt_path=str(tmp_path / "run.ckpt")
+            )
         assert report.certificate is not None
         assert found.evaluated_on == report.certificate.evaluated_on
         assert "all data (20 upper and 30 lower samples), in eval mode; rho =" in found.evaluated_on
@@ -496,7 +500,6 @@ def test_a_wrong_key_or_type_is_named_at_parsing(
             "--monitor.envelope={rho: 2.0, sigma: 1.0, delta: 0.1}",
             "`rho=2.0` must be smaller than 1/sigma = 1",
         ),
-        ("--certificate.tolerance=-1", "`CertificateReport(tolerance=-1.0)` must be positive"),
     ],
 )
 def test_a_wrong_value_ends_with_its_sentence(

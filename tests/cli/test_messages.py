@@ -57,7 +57,6 @@ WRONG: list[tuple[str, Any, int, str]] = [
         1,
         "Early stopping conditioned on metric `nothing`",
     ),
-    ("certificate.tolerance", 0.0, 1, "`CertificateReport(tolerance=0.0)` must be positive"),
     ("seed_everything", "lucky", 2, 'Parser key "seed_everything"'),
     ("ckpt_path", "/nowhere/run.ckpt", 1, "`ckpt_path='/nowhere/run.ckpt'`: there is no such file"),
     ("extra", 1, 2, "does not accept option 'extra'"),

@@ -16,8 +16,8 @@ from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Calls, Start
 from lightning_bilevel.core.qualification import StrictlyConvex
 from lightning_bilevel.core.sets import Box, Free
+from lightning_bilevel.output import table
 from lightning_bilevel.reading import reading
-from lightning_bilevel.table import table
 
 every_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 CASES = [(seed, *shape) for seed in range(5) for shape in ((3, 5, 5.0), (4, 8, 0.5))]

@@ -14,7 +14,6 @@ from lightning_bilevel.solvers.hypergradient import (
     nonpositive,
     warn_once,
 )
-from torch import Tensor
 
 EPS = 1e-13
 Q, _ = torch.linalg.qr(

@@ -32,7 +32,6 @@ def test_a_record_of_ones_own_is_logged_by_its_own_names() -> None:
 
 def test_the_guide_lists_them_all() -> None:
     logged = {tag_of(name) for record in RECORDS for name in record.LOGGED}
-    logged |= {tag_of(name) for name in ("zeta", "L", "L_start")}
     logged |= {f"bilevel/calls_{field.name}" for field in fields(Calls)}
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning_bilevel.solvers.arguments import checked_arguments
-from lightning_bilevel.solvers.pngbio import PNGBiO
-from lightning_bilevel.solvers.vpbgd import VPBGD
 from numpy.typing import NDArray
 from places import SYNTHETIC
 from torch import Tensor

@@ -24,7 +24,7 @@ import yaml
 from records import same
 from tables import SOLVERS
 
-from lightning_bilevel import BilevelOptimizer, files
+from lightning_bilevel import BilevelOptimizer, output
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli import compare
 
@@ -148,7 +148,7 @@ def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
             if now("renamed"):
                 die()
 
-        torch.save, files.os.fsync, files.os.replace = torn_save, fsync, rename  # type: ignore[assignment]
+        torch.save, output.os.fsync, output.os.replace = torn_save, fsync, rename  # type: ignore[assignment]
 
     return prepare
 
@@ -156,10 +156,11 @@ def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
 def state(folder: Path) -> dict[str, Any]:
     """What a run has come to; its checkpoint is whole, or this fails."""
     saved = torch.load(folder / "last.ckpt", weights_only=True)
-    memory = saved["optimizer_states"][0]["state"][0]
+    memory = saved["optimizer_states"][0]["state"]
+    memory["progress"].pop("optimization_time")
     return {
         "parameters": saved["state_dict"],
-        "memory": {name: value for name, value in memory.items() if name != "optimization_time"},
+        "memory": memory,
         "constants": saved["optimizer_states"][0]["param_groups"],
         "global_step": saved["global_step"],
     }

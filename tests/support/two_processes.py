@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import MILD, Weighting, samples
 from torch import nn
 
 from lightning_bilevel import (
-    BilevelProgressBar,
     Box,
     CertificateMonitor,
     CertificateReport,
@@ -108,7 +112,7 @@ def lists(folder: Path) -> dict[str, dict[str, Any]]:
                 SolverMonitor(),
                 OptimizationBudget("20s"),
                 LearningRateMonitor(),
-                BilevelProgressBar(),
+                TQDMProgressBar(refresh_rate=10),
                 CertificateReport(),
                 LastCheckpoint(folder / "all"),
             ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bilevel.files import write_whole
+from lightning_bilevel.output import write_whole
 
 
 def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
-"""Files that are written as a whole or not at all."""
+"""What a run leaves behind: files that are written as a whole or not at all, and printed tables."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["table", "write_whole"]
+
+# As wide as the sentences below a certificate, but for names that leave no room.
+_WIDTH = 110
+_LEAST = 40
 
 
-def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write a file, or leave the old one if the process is killed or the disk is full.
 
     Args:
@@ -30,6 +35,19 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None
             # Otherwise a power failure may leave the new name with none of the bytes.
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
+        error.filename = str(path)
         temporary.unlink(missing_ok=True)
         raise
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> str:
+    """Lay out pairs of words as two columns under a title; a long text goes on below itself."""
+    left = max(len(name) for name, _ in rows)
+    lines = []
+    for name, text in rows:
+        first, *more = textwrap.wrap(text, max(_WIDTH - left - 2, _LEAST)) or [""]
+        lines.append(f"{name.ljust(left)}  {first}")
+        lines += [f"{' ' * left}  {line}" for line in more]
+    width = max(map(len, lines))
+    return "\n".join([f"{title} ".ljust(width, "-"), *lines, "-" * width])
