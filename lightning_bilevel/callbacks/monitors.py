@@ -149,7 +149,7 @@ class SolverMonitor(Counting):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
-        if is_logged(trainer, self.tally.iterations):
+        if pl_module.last_step and is_logged(trainer, self.tally.iterations):
             self._report(trainer, pl_module.last_step)
 
     @override
