@@ -149,14 +149,15 @@ class SolverMonitor(Counting):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
-        if is_logged(trainer, self.tally.iterations):
-            self.on_train_end(trainer, pl_module)
+        if pl_module.last_step and is_logged(trainer, self.tally.iterations):
+            self._report(trainer, pl_module.last_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        info: StepInfo | None = pl_module.last_step
-        if info is None:
-            return
+        if pl_module.last_step and not is_logged(trainer, self.tally.iterations):
+            self._report(trainer, pl_module.last_step)
+
+    def _report(self, trainer: Trainer, info: StepInfo) -> None:
         tally, numbers = self.tally, {"bilevel/passes": float(info.passes)}
         numbers |= {f"bilevel/calls_{kind}": n for kind, n in asdict(tally.calls).items()}
         numbers["bilevel/mean_inner_iterations"] = tally.inner_iterations / tally.iterations

@@ -47,8 +47,7 @@ class BilevelTrainer(Trainer):
         self,
         model: Any,
         datamodule: Any = None,
-        *,
-        ckpt_path: str,
+        ckpt_path: str | None = None,
         weights_only: bool | None = None,
         tolerance: PositiveFloat | None = None,
         proved: bool = False,
@@ -63,14 +62,14 @@ class BilevelTrainer(Trainer):
             tolerance: The accuracy of the proximal point.
             proved: Look at the theorem's point.
         """
+        if not ckpt_path:
+            raise MisconfigurationException("`certify` needs `--ckpt_path FILE`.")
         self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         batch = None if model.on_mini_batches else self._whole_batch(datamodule)
         found: Certificate | None = model.certify(batch=batch, tolerance=tolerance, proved=proved)
         name, solver = type(model).__name__, solver_of(self)
         if found is None:
-            raise MisconfigurationException(
-                f"`{name}` has no Moreau envelope to certify by: `declare(envelope=...)` names one."
-            )
+            raise MisconfigurationException(f"`{name}` has no Moreau envelope to certify by.")
         title = f"{type(solver).__name__} on {name}, {Path(ckpt_path).name}"
         callbacks = cast(Any, self).callbacks
         tally = next((c.tally for c in callbacks if isinstance(c, CertificateReport)), Tally())

@@ -68,5 +68,4 @@ def main(args: Sequence[str] | None = None) -> None:
         (name, f"{words}: {', '.join(sorted(path.stem for path in (folder() / name).iterdir()))}")
         for name, words in tasks().items()
     ]
-    print(table("ready configs", rows))
-    print(_FOOT.format(folder()))
+    print(table("ready configs", rows), _FOOT.format(folder()), sep="\n")
