@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bilevel.data.cleaning import CleaningData, Splits
+
 ANNOTATORS = 20
 
 
@@ -63,22 +65,27 @@ def annotated_labels(
     return torch.where(corrupted, (labels + 1) % classes, labels), corrupted, annotator
 
 
-class Annotated:
+class Annotated(CleaningData):
     """Mix into a data module for cleaning: annotators have given its labels.
 
     The batch of the lower level has the number of each sample's annotator as its last entry.
     """
 
-    corruption: float
-    classes: int
-    corrupted: Tensor
     annotators: Tensor
 
-    def corrupt(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        noisy, self.corrupted, self.annotators = annotated_labels(
-            labels, self.classes, self.corruption, generator=generator
+    def load(self, generator: torch.Generator) -> Splits:
+        splits = super().load(generator)
+        self._annotated = annotated_labels(
+            splits.train[1], self.classes, self.corruption, generator=generator
         )
-        return noisy, torch.arange(len(labels)), self.annotators
+        return splits
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.lower is None:
+            super().setup(stage)
+            noisy, self.corrupted, self.annotators = self._annotated
+            whole: Any = self.lower
+            self.lower = whole[0], noisy, whole[2], self.annotators
 
 
 def annotated(data: type[Any]) -> type[Any]:
