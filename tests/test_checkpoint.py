@@ -65,13 +65,15 @@ def make(case: str, tmp_path: Path, **fit: Any) -> dict[str, Any]:
     )
     run.fit(module, datamodule=data, **fit)
     state = run.optimizers[0].state_dict()
+    memory = {**state["state"], "progress": dict(state["state"]["progress"])}
+    del memory["progress"]["optimization_time"]
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         logged = [
             {k: v for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)
         ]
     return {
         "parameters": module.state_dict(),
-        "memory": {k: v for k, v in state["state"][0].items() if k != "optimization_time"},
+        "memory": memory,
         "constants": state["param_groups"],
         "steps": records.steps,
         "logged": logged,

@@ -59,7 +59,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ),
     ("certificate.tolerance", 0.0, 1, "`CertificateReport(tolerance=0.0)` must be positive"),
     ("seed_everything", "lucky", 2, 'Parser key "seed_everything"'),
-    ("ckpt_path", "/nowhere/run.ckpt", 1, "`ckpt_path='/nowhere/run.ckpt'`: there is no such file"),
+    ("ckpt_path", "/nowhere/run.ckpt", 1, "No such file or directory"),
     ("extra", 1, 2, "does not accept option 'extra'"),
 ]
 # What a declaration and a first step refuse; the other sentences are tested where they are made.

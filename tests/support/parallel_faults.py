@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Weighting, samples
 from torch import Tensor
@@ -51,15 +51,6 @@ class Normalised(Weighting):
     def upper_loss(self, batch: Any) -> Tensor:
         inputs = batch[0] / batch[0].square().mean().sqrt()
         return cross_entropy(self.classifier(inputs), batch[1])
-
-
-class Drifting(Callback):
-    """Changes the parameters of one process."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        if trainer.global_rank == 1:
-            with torch.no_grad():
-                pl_module.logits += 1e-6
 
 
 def data(**changes: Any) -> FullBatchDataModule:
@@ -124,7 +115,6 @@ REFUSED: dict[str, Any] = {
     ),
     "loaders": lambda: trainer().fit(Weighting(), loaders()),
     "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
-    "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
     # not refused: the same batches in all processes
     "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(
         Weighting(), loaders()
