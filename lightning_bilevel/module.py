@@ -384,16 +384,19 @@ class BilevelMixin(LightningModule):
         return solver
 
     def configure_callbacks(self) -> Any:
-        """Bring along the mode of mini-batches, which is idle in an exact run."""
+        """Bring along the mode of mini-batches, where `configure_optimizers` may ask for it."""
         trainer = self._attached
-        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if fits:
+        given: Any = super().configure_callbacks()
+        given = list(given) if isinstance(given, (list, tuple)) else [given]
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Lightning asks for callbacks before it checks this, with another advice.
             checks.check_automatic(trainer)
-        if fits or self._mini_batches is None:
-            self._mini_batches = MiniBatches()
-        given = super().configure_callbacks()
-        return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
+            # An idle callback would cost a hundredth of a cheap iteration.
+            made_by = getattr(self.configure_optimizers, "__func__", None)
+            exact = made_by is BilevelMixin.configure_optimizers
+            exact = exact and not self._declared().on_mini_batches
+            self._mini_batches = None if exact else MiniBatches()
+        return given if self._mini_batches is None else [*given, self._mini_batches]
 
     def on_train_epoch_end(self) -> None:
         """Refuse an epoch without a step, and show the last numbers to whoever monitors."""

@@ -130,8 +130,6 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
                 r"belongs to a sample by its number"
             ),
         ),
-        ("lengths", r"`Weighting.upper_loss` on the whole batch .* is not the mean"),
-        ("lengths of one chunk", r"`Weighting.upper_loss` on the whole batch .* is not the mean"),
         ("loaders", r"be given the same batch, .*use_distributed_sampler=False"),
         (
             "nan",

@@ -156,10 +156,11 @@ def dies_while_writing(moment: int, dice: random.Random) -> Callable[[], None]:
 def state(folder: Path) -> dict[str, Any]:
     """What a run has come to; its checkpoint is whole, or this fails."""
     saved = torch.load(folder / "last.ckpt", weights_only=True)
-    memory = saved["optimizer_states"][0]["state"][0]
+    memory = saved["optimizer_states"][0]["state"]
+    del memory["progress"]["optimization_time"]
     return {
         "parameters": saved["state_dict"],
-        "memory": {name: value for name, value in memory.items() if name != "optimization_time"},
+        "memory": memory,
         "constants": saved["optimizer_states"][0]["param_groups"],
         "global_step": saved["global_step"],
     }

@@ -78,10 +78,6 @@ def trainer(**options: Any) -> Trainer:
     return Trainer(accelerator="cpu", strategy="ddp", devices=2, **{**quiet, **limits, **options})
 
 
-def ragged() -> Any:
-    return (*samples(21, 1)[:2], torch.ones(3))
-
-
 class Failing(Weighting):
     """Fails in one process, in the third iteration."""
 
@@ -108,11 +104,6 @@ REFUSED: dict[str, Any] = {
     "positional": lambda: trainer().fit(Positional(), datamodule=data()),
     "of all": lambda: trainer().fit(OfAll(), datamodule=data()),
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
-    "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
-    # The second process would be given the second chunk alone, which can be cut.
-    "lengths of one chunk": lambda: trainer().fit(
-        Weighting(), datamodule=data(upper=[ragged(), samples(30, 4)])
-    ),
     "loaders": lambda: trainer().fit(Weighting(), loaders()),
     "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
     # not refused: the same batches in all processes
