@@ -110,18 +110,6 @@ def check_record(
         why = f"was written by {saved.solver}, whose state {kind} cannot go on from"
     if why:
         raise MisconfigurationException(f"the checkpoint given to `{call}` {why}.")
-    states = checkpoint["optimizer_states"] if resumes else []
-    known = states[0]["state"]["constants"] if states else {}
-    changed = [
-        f"{name}={known[name]!r} (not {value!r})"
-        for name, value in solver.hyper_parameters.items()
-        if name in known and known[name] != value
-    ]
-    if changed:
-        warnings.warn(
-            f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}.",
-            stacklevel=2,
-        )
 
 
 def leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 
@@ -17,7 +18,15 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["Declaration", "Declared", "Level", "Sets", "kinks_of"]
+__all__ = [
+    "Declaration",
+    "Declared",
+    "Level",
+    "Sets",
+    "check_all_declared",
+    "check_batch",
+    "kinks_of",
+]
 
 Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 Sets = ConvexSet | Sequence[ConvexSet]
@@ -186,3 +195,28 @@ def kinks_of(declared: Declared) -> list[str]:
             if _KINKED.fullmatch(name) or (isinstance(module, nn.ELU) and module.alpha != 1.0):
                 found.append(name)
     return list(dict.fromkeys(found))
+
+
+def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
+    """Refuse parameters of another module, and trainable ones that belong to no level."""
+    call = f"`{type(module).__name__}.declare`"
+    declared, own = set(declaration.parameters), set(module.parameters())
+    if not declared <= own:
+        raise MisconfigurationException(f"{call} was given a parameter that is not the module's.")
+    named = module.named_parameters()
+    forgotten = [name for name, p in named if p.requires_grad and p not in declared]
+    if forgotten:
+        raise MisconfigurationException(
+            f"{call} names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
+            "parameter belongs to one level; a constant has `requires_grad=False`."
+        )
+
+
+def check_batch(call: str, batch: Any) -> None:
+    """Refuse a training batch without an upper and a lower level."""
+    if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
+        raise MisconfigurationException(
+            f"`{call}` was given a {type(batch).__name__} as a training batch: it must be "
+            '{"upper": ..., "lower": ...}, as a CombinedLoader over two loaders or a '
+            "FullBatchDataModule gives it."
+        )

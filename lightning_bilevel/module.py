@@ -15,18 +15,16 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_bilevel import checks
 from lightning_bilevel.checkpoint import KEY, Record, check_record, leave_out_partials
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.levels import Declaration, Declared, Level, Sets
-from lightning_bilevel.logging import publish_step
+from lightning_bilevel.levels import Declaration, Declared, Level, Sets, check_all_declared
 from lightning_bilevel.plugin.mini_batches import MiniBatches
 from lightning_bilevel.plugin.torch_optimizers import default_optimizers
-from lightning_bilevel.run import RESTORED, Run
+from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.levels import flat, write
 from lightning_bilevel.solvers.record import StepInfo
@@ -219,8 +217,7 @@ class BilevelMixin(LightningModule):
         """Copies of the buffers that training writes to, such as running statistics, by name."""
         functions = self._run.functions
         written = {id(buffer) for buffer in (functions.buffers if functions else ())}
-        named = self.named_buffers()
-        return {name: b.detach().clone() for name, b in named if id(b) in written}
+        return {n: b.detach().clone() for n, b in self.named_buffers() if id(b) in written}
 
     @property
     def evaluation_time(self) -> float:
@@ -310,24 +307,9 @@ class BilevelMixin(LightningModule):
         if stream is not None:
             problem, data = stream.evaluated(batch, sample, batches)
         else:
-            known = run.problem_on(self, batch) if batch is not None else run.whole or run.current
-            if known is None:
-                raise RuntimeError(
-                    f"`{type(self).__name__}.certify()` needs a training batch: call it after "
-                    "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
-                )
-            problem, data = known.problem, ""
-        point, multiplier, name = run.shown_point(self)
-        if proved:
-            kept = run.solver.proved
-            if kept is None:
-                raise MisconfigurationException(
-                    f"`{type(self).__name__}.certify(proved=True)` has no point to certify: "
-                    f"{run.solver.unproved}."
-                )
-            point, multiplier = (kept.x, kept.y), kept.multiplier
-            # Its bounds are those of the solver's own relaxation.
-            name = str(kept) if wanted == run.solver.envelope else kept.name
+            problem, data = run.problem_on(self, batch).problem, ""
+        found = run.proved_point(self, wanted) if proved else run.shown_point(self)
+        point, multiplier, name = found
         # Monitors look at a sample: their curve needs one rho from beginning to end.
         fixed = envelope is not None or sample or wanted == declared.envelope
         with nullcontext() if stream is None else stream.evaluating():
@@ -357,7 +339,6 @@ class BilevelMixin(LightningModule):
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
-        checks.check_batch(type(self).__name__, batch)
         return self._run.problem_of(self, batch)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
@@ -374,9 +355,9 @@ class BilevelMixin(LightningModule):
         declared.resolve()
         if declared.on_mini_batches:
             return default_optimizers(declared)
-        checks.check_trainer(self.trainer, type(self._run.solver).__name__)
+        check_trainer(self.trainer, type(self._run.solver).__name__)
         solver = declared.new_solver()
-        checks.check_all_declared(self, declared)
+        check_all_declared(self, declared)
         self._run, self._resumes = Run(solver, self._run.start if self._resumes else None), False
         # Lightning compiles the training step of a compiled module. Here that is the solver, whose
         # decisions would take minutes to trace. `forward` stays compiled.
@@ -390,7 +371,7 @@ class BilevelMixin(LightningModule):
         given = list(given) if isinstance(given, (list, tuple)) else [given]
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Lightning asks for callbacks before it checks this, with another advice.
-            checks.check_automatic(trainer)
+            check_automatic(trainer)
             # An idle callback would cost a hundredth of a cheap iteration.
             made_by = getattr(self.configure_optimizers, "__func__", None)
             exact = made_by is BilevelMixin.configure_optimizers
@@ -400,16 +381,9 @@ class BilevelMixin(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Refuse an epoch without a step, and show the last numbers to whoever monitors."""
-        run = self._run
-        if self.mini_batches is None and run.solver.progress.iterations == 0:
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` made no outer iteration in a whole epoch: its loaders "
-                "must yield batches, and an own `training_step` must call "
-                "`super().training_step(batch, batch_idx)`."
-            )
-        if self.mini_batches is None and run.step is not None:
-            publish_step(self.trainer, run.step, logged=False)
-        run.stamp = norm(torch.cat(self.point))
+        if self.mini_batches is None:
+            self._run.epoch_end(self)
+        self._run.stamp = norm(torch.cat(self.point))
         super().on_train_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

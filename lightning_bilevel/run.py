@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_bilevel import checks
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.curvature import reachable_envelope
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
@@ -20,11 +21,12 @@ from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.distributed import check_parts, parts_of, total
 from lightning_bilevel.exact import BatchProblem, ModuleFunctions, problem_of
+from lightning_bilevel.levels import check_batch
 from lightning_bilevel.logging import is_logged, publish_step
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo, StreamInfo
 
-__all__ = ["RESTORED", "Run"]
+__all__ = ["RESTORED", "Run", "check_automatic", "check_trainer"]
 
 Point = tuple[Tensor, Tensor]
 # The name of a point that `restore` has written into the module.
@@ -96,12 +98,23 @@ class Run:
         self.last = self.multiplier = self.stamp = None
         self.shown = ""
 
+    def epoch_end(self, module: Any) -> None:
+        """Refuse an epoch without a step; show the last numbers to whoever monitors."""
+        if self.solver.progress.iterations == 0:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}` made no outer iteration in a whole epoch: its loaders "
+                "must yield batches, and an own `training_step` must call "
+                "`super().training_step(batch, batch_idx)`."
+            )
+        if self.step is not None:
+            publish_step(module.trainer, self.step, logged=False)
+
     def _next(self, module: Any, batch: Any) -> BatchProblem:
         """Return the problem of the first step, or on another batch: a sample that has grown."""
         trainer, name = module.trainer, type(module).__name__
         sample: Any = getattr(trainer.train_dataloader, "sample", None)
         if self.step is None:
-            checks.check_optimizer(module, module.optimizers())
+            check_optimizer(module, module.optimizers())
             monitors = [str(getattr(callback, "monitor", "")) for callback in trainer.callbacks]
             self.watched = any(monitor.startswith("bilevel/") for monitor in monitors)
             # The checks of the first problem are of all data.
@@ -121,11 +134,19 @@ class Run:
         return current
 
     def problem_on(self, module: Any, batch: Any) -> BatchProblem:
-        """Return the problem on a batch, shared by all processes; the first one is checked."""
-        for known in (self.current, self.whole):
-            if known is not None and known.is_of(batch):
+        """Return the problem on a batch, shared by all processes; the first one is checked.
+
+        None is all data of a growing sample, or the latest batch.
+        """
+        for known in (self.whole, self.current):
+            if known is not None and (batch is None or known.is_of(batch)):
                 return known
-        checks.check_batch(type(module).__name__, batch)
+        call = type(module).__name__
+        if batch is None:
+            raise RuntimeError(
+                f"`{call}.certify()` needs a training batch: call it after `Trainer.fit` in the "
+                "same process, or give it one, `certify(batch=...)`."
+            )
         first = self.functions is None
         self.functions = self.functions or module_functions(module)
         trainer, part, problem = module._attached, batch, self.problem_of(module, batch)
@@ -138,24 +159,22 @@ class Run:
             whole, shared = problem, self.problem_of(module, part)
             problem = shared.on_this_rank(upper, lower, total)
             if first:
-                check_parts(type(module).__name__, whole, problem, (x, y))
+                check_parts(call, whole, problem, (x, y))
         if first:
-            self._check(self.functions, problem, x, y)
+            self._check(self.functions, problem, (x, y))
         known = BatchProblem(batch, part, problem)
         self.current = self.current or known
         return known
 
-    def _check(
-        self, functions: ModuleFunctions, problem: BilevelProblem, x: Tensor, y: Tensor
-    ) -> None:
+    def _check(self, functions: ModuleFunctions, problem: BilevelProblem, point: Point) -> None:
         """Refuse losses that change from call to call; note the gradients at the start."""
         if functions.copies:
             with problem.uncounted():
-                problem.upper(x, y)
-                problem.at(x).value(y)
+                problem.upper(*point)
+                problem.at(point[0]).value(point[1])
             functions.protect_written()
         try:
-            start = problem.check(x, y)
+            start = problem.check(*point)
         except NonFiniteError:
             raise
         except BilevelError as error:
@@ -167,6 +186,7 @@ class Run:
 
     def problem_of(self, module: Any, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch, in this process."""
+        check_batch(type(module).__name__, batch)
         upper, lower = module._declared().levels
         functions = self.functions or module_functions(module)
         return problem_of(functions, batch, upper.feasible, lower.feasible)
@@ -185,6 +205,18 @@ class Run:
         if written and not self.shown:
             name = f"weights that were written after iteration {iteration}, such as an average"
         return point, multiplier, name
+
+    def proved_point(self, module: Any, envelope: Envelope) -> tuple[Point, float | None, str]:
+        """Return the point of the theorem likewise, or refuse a run that has none."""
+        kept = self.solver.proved
+        if kept is None:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}.certify(proved=True)` has no point to certify: "
+                f"{self.solver.unproved}."
+            )
+        # Its bounds are those of the solver's own relaxation.
+        name = str(kept) if envelope == self.solver.envelope else kept.name
+        return (kept.x, kept.y), kept.multiplier, name
 
     def certify(
         self,
@@ -249,3 +281,44 @@ def module_functions(module: Any) -> ModuleFunctions:
     """Return the losses of a bilevel module, with all its buffers protected."""
     upper, lower = module._declared().levels
     return ModuleFunctions(module, upper.parameters, lower.parameters, module.buffers())
+
+
+def check_automatic(trainer: Any) -> None:
+    """Refuse what works in automatic optimisation only; Lightning would advise to switch to it."""
+    clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    if clip or accumulated != 1:
+        raise MisconfigurationException(
+            f"`Trainer(gradient_clip_val={clip}, accumulate_grad_batches={accumulated})` does not "
+            "reach the steps of a bilevel solver. On mini-batches use "
+            "`declare(gradient_clip_val=..., accumulate=...)`; on all data let the loader yield "
+            "the larger batch, as `Chunks` if it does not fit into memory."
+        )
+
+
+def check_trainer(trainer: Any, solver: str) -> None:
+    """Refuse strategies and precisions that do not work with an exact run."""
+    # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
+    strategy = type(trainer.strategy)
+    if not issubclass(strategy, SingleDeviceStrategy) and strategy is not DDPStrategy:
+        raise MisconfigurationException(
+            f"`Trainer(strategy={strategy.__name__})` is not supported: a solver needs whole "
+            'vectors x and y, which this strategy cuts into pieces. Use `strategy="ddp"`, and '
+            "`Chunks` for a batch that is larger than memory."
+        )
+    if trainer.precision not in ("32-true", "64-true"):
+        raise MisconfigurationException(
+            f"`Trainer(precision={trainer.precision!r})` is not supported with {solver} on all "
+            "data: small differences of large numbers would be lost. Use 32-true or 64-true."
+        )
+
+
+def check_optimizer(module: LightningModule, optimizer: Any) -> None:
+    """Refuse automatic optimisation, and an optimizer (in Lightning's wrapper) of another kind."""
+    solver = getattr(optimizer, "optimizer", None)
+    if module.automatic_optimization or not isinstance(solver, BilevelOptimizer):
+        raise MisconfigurationException(
+            f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its "
+            "`configure_optimizers` must return the solver of `super().configure_optimizers()`, or "
+            "a torch optimiser per level; then an own `configure_callbacks` must add to "
+            "`super().configure_callbacks()`."
+        )

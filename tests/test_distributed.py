@@ -26,9 +26,9 @@ from starting import Forked, gone, two_process_config
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
-from lightning_bilevel.checks import check_trainer
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.distributed import part_of
+from lightning_bilevel.run import check_trainer
 
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP
 # chooses differ. What is shared is the sum of a pass, which no method sees: four of them stand for

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_bilevel.checks import check_all_declared, check_batch
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.levels import Declaration
+from lightning_bilevel.levels import Declaration, check_all_declared, check_batch
 from lightning_bilevel.plugin.torch_optimizers import by_level, step_schedulers, without_monitors
 from lightning_bilevel.plugin.whole_data import Data, evaluating, gathered, kept, problem_on_data
 from lightning_bilevel.solvers.base import BilevelOptimizer
