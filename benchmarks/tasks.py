@@ -93,7 +93,7 @@ class Task:
         """Return module, solver and problem as they are without a Trainer."""
         module = self.build().double() if self.double else self.build()
         declared = module._declaration
-        return module, declared.solver(declared.groups()), self.problem(module)
+        return module, declared.new_solver(), self.problem(module)
 
     def alone(self) -> tuple[BilevelOptimizer, BilevelProblem]:
         """Return solver and problem of :meth:`begin`."""

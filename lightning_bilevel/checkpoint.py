@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_bilevel.core.problem import Start
 from lightning_bilevel.output import write_whole
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["KEY", "WholeFileIO", "check_record", "leave_out_partials", "record_of"]
+__all__ = ["KEY", "Record", "WholeFileIO", "check_record", "leave_out_partials"]
 
 # The key of the bilevel run in a checkpoint of Lightning.
 KEY = "lightning_bilevel"
@@ -30,9 +32,7 @@ class WholeFileIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -41,20 +41,13 @@ class WholeFileIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = lambda storage, loc: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+        self, path: Any, map_location: Any = "cpu", weights_only: Any = None
+    ) -> Any:
         try:
             # torch's own default is True only since 2.6.
             loaded = super().load_checkpoint(path, map_location, weights_only is not False)
             if "pytorch-lightning_version" not in loaded:
                 raise ValueError("it is a file of torch, but not of `Trainer.save_checkpoint`")
-        except FileNotFoundError as error:
-            raise MisconfigurationException(
-                f"`ckpt_path={str(path)!r}`: there is no such file."
-            ) from error
         except Exception as error:
             # Bytes of another format are read as instructions, which fail with any error.
             raise MisconfigurationException(
@@ -64,10 +57,33 @@ class WholeFileIO(TorchCheckpointIO):
         return loaded
 
 
-def record_of(solver: BilevelOptimizer) -> dict[str, Any]:
-    """Return what tells problems apart: the kind of solver and the number of variables."""
-    sizes = {g["level"]: sum(p.numel() for p in g["params"]) for g in solver.param_groups}
-    return {"solver": type(solver).__name__, **sizes}
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint has of a bilevel run, beside what Lightning saves.
+
+    Attributes:
+        solver: The kind of solver; empty on mini-batches.
+        upper: The number of upper-level variables.
+        lower: The number of lower-level variables.
+        start: The gradients at the start of the run.
+        last: The weights that the run goes on from, if others are shown.
+    """
+
+    solver: str
+    upper: int
+    lower: int
+    start: Start | None = None
+    last: dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return {**vars(self), "start": self.start and asdict(self.start)}
+
+    @classmethod
+    def load(cls, checkpoint: dict[str, Any]) -> Record | None:
+        """Return the record of a checkpoint; None if it has none."""
+        saved = checkpoint.get(KEY)
+        return saved and cls(**{**saved, "start": saved["start"] and Start(**saved["start"])})
 
 
 def check_record(
@@ -81,46 +97,25 @@ def check_record(
         solver: A new solver of the module.
         resumes: Whether a run goes on from the checkpoint; otherwise only its parameters are used.
     """
-    saved, mine = checkpoint.get(KEY), record_of(solver)
-    why = ""
+    saved, kind, why = Record.load(checkpoint), type(solver).__name__, ""
+    upper, lower = (sum(p.numel() for p in group["params"]) for group in solver.param_groups)
     if saved is None:
         why = "is not of a bilevel run" if resumes else ""
-    elif any(saved[level] != mine[level] for level in ("upper", "lower")):
+    elif (saved.upper, saved.lower) != (upper, lower):
         why = (
-            f"has {saved['upper']} upper-level and {saved['lower']} lower-level variables, the "
-            f"module has {mine['upper']} and {mine['lower']}: it belongs to another problem"
+            f"has {saved.upper} upper-level and {saved.lower} lower-level variables, the module "
+            f"has {upper} and {lower}: it belongs to another problem"
         )
-    elif resumes and saved["solver"] != mine["solver"]:
-        why = f"was written by {saved['solver']}, whose state {mine['solver']} cannot go on from"
+    elif resumes and saved.solver != kind:
+        why = f"was written by {saved.solver}, whose state {kind} cannot go on from"
     if why:
         raise MisconfigurationException(f"the checkpoint given to `{call}` {why}.")
-    if resumes and checkpoint.get("optimizer_states"):
-        _warn_of_constants(call, checkpoint["optimizer_states"][0]["param_groups"][0], solver)
-
-
-def _warn_of_constants(call: str, saved: dict[str, Any], solver: BilevelOptimizer) -> None:
-    changed = [
-        f"{name}={saved[name]!r} (not {value!r})"
-        for name, value in solver.hyper_parameters.items()
-        if name in saved and saved[name] != value
-    ]
-    if changed:
-        warnings.warn(
-            f"`{call}` resumes with the constants of the checkpoint: {', '.join(changed)}.",
-            stacklevel=3,
-        )
 
 
 def leave_out_partials(call: str, checkpoint: dict[str, Any]) -> None:
     """Remove solvers with constants from the saved hyper-parameters, as they are no plain data."""
     kept = checkpoint.get("hyper_parameters", {})
-    partials = [
-        key
-        for key, value in kept.items()
-        if isinstance(value, partial)
-        and isinstance(value.func, type)
-        and issubclass(value.func, BilevelOptimizer)
-    ]
+    partials = [key for key, value in kept.items() if isinstance(value, partial)]
     for key in partials:
         del kept[key]
     if partials:

@@ -2,73 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_bilevel.core.chunks import (
-    Chunks,
-    as_chunks,
-    leaves,
-    map_tensors,
-    samples_in,
-    tensors,
-)
+from lightning_bilevel.core.chunks import Chunks, as_chunks, map_tensors, samples_in
 from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.lower import Function, nothing
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["any_of", "check_parts", "check_same_point", "part_of", "shared_problem", "total"]
+__all__ = ["any_of", "check_parts", "check_same_point", "part_of", "parts_of", "total"]
 
-Point = tuple[Tensor, Tensor]
+# A batch, and its weights in f and g.
+Parts = tuple[dict[str, Any], float, float]
 
 
-def shared_problem(
-    module: nn.Module, problem_on: Callable[[Any], BilevelProblem], trainer: Any, batch: Any
-) -> tuple[BilevelProblem, Any]:
-    """Return the problem on a batch, shared by all processes, and the part of this process.
+def parts_of(module: nn.Module, batch: dict[str, Any], rank: int, world: int) -> Parts:
+    """Return the part of a batch that a process evaluates, and its weights in f and g.
 
-    Args:
-        module: The module whose losses these are.
-        problem_on: Makes the problem on a batch, or on a part of it.
-        trainer: Its Trainer, if it has one.
-        batch: The batch, which all processes have.
+    Batch normalisation looks at whole batches, so each process then evaluates all of it.
     """
-    if trainer is None or trainer.world_size == 1:
-        return problem_on(batch), batch
-    world = trainer.world_size
-    # Distributed samplers repeat or drop samples, so the batches that they split never make up the
-    # exact full batch.
-    if not _agree(leaves(batch), trainer.strategy.root_device):
-        raise MisconfigurationException(
-            f"`{type(module).__name__}` was given different batches in different processes: it "
-            "splits a batch itself, so that each sample counts once. Use a FullBatchDataModule, or "
-            "`Trainer(use_distributed_sampler=False)` with the same seed in all processes."
-        )
-    if any(
-        isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, nn.SyncBatchNorm)
-        for layer in module.modules()
-    ):
-        rank_zero_warn(
-            f"`{type(module).__name__}` has batch normalisation, which looks at a whole batch: "
-            f"each of the {world} processes evaluates all of it, which takes as long as one "
-            "process. Normalise by group or layer to share the work, or use "
-            "`Trainer(sync_batchnorm=True)` on GPUs."
-        )
-        return problem_on(batch).on_this_rank(1 / world, 1 / world, total), batch
-    upper, of_upper = part_of(batch["upper"], trainer.global_rank, world)
-    lower, of_lower = part_of(batch["lower"], trainer.global_rank, world)
-    part = {**batch, "upper": upper, "lower": lower}
-    return problem_on(part).on_this_rank(of_upper, of_lower, total), part
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    if any(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+        return batch, 1 / world, 1 / world
+    upper, of_upper = part_of(batch["upper"], rank, world)
+    lower, of_lower = part_of(batch["lower"], rank, world)
+    return {**batch, "upper": upper, "lower": lower}, of_upper, of_lower
 
 
 def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
@@ -90,15 +56,6 @@ def part_of(batch: Any, rank: int, world: int) -> tuple[Any, float]:
         if not mine:
             return batch, 0.0
         return Chunks([chunks.batches[i] for i in mine], [chunks.shares[i] for i in mine]), 1.0
-    # All chunks are checked, so that all processes refuse a batch that one of them cannot cut.
-    for chunk, size in zip(chunks.batches, sizes, strict=True):
-        lengths = sorted({len(tensor) for tensor in tensors(chunk) if tensor.ndim})
-        if lengths != [size]:
-            raise ValueError(
-                f"a batch with tensors of lengths {', '.join(map(str, lengths))} cannot be split "
-                "over processes: the first dimension of each must count the samples. Keep what is "
-                "no sample in the module, or give the parts yourself, as `Chunks` with `weights`."
-            )
     first, last = (sum(sizes) * r // world for r in (rank, rank + 1))
     parts, start = [], 0
     for chunk, size in zip(chunks.batches, sizes, strict=True):
@@ -128,27 +85,12 @@ def any_of(flags: Sequence[bool], device: torch.device) -> list[bool]:
     return [bool(flag) for flag in raised.tolist()]
 
 
-def _agree(found: Iterable[Any], device: torch.device) -> bool:
-    """Whether all processes hold the same numbers, bit for bit."""
-    digest = hashlib.blake2b(digest_size=7)
-    for leaf in found:
-        if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(
-                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )
-        elif leaf is None or isinstance(leaf, (str, int, float, bool)):
-            digest.update(repr(leaf).encode())
-    mine = int.from_bytes(digest.digest(), "big")
-    # All digests are equal if the largest is the smallest: max(-d) = -min(d).
-    extremes = torch.tensor([mine, -mine], device=device)
-    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
-    return bool(extremes[0] == -extremes[1])
-
-
-def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int) -> None:
+def check_same_point(parameters: Iterable[Tensor], iteration: int) -> None:
     """Stop if the processes hold different points, as on machines that round differently."""
-    if trainer.world_size > 1 and not _agree(parameters, trainer.strategy.root_device):
+    sums = torch.stack([p.detach().double().sum() for p in parameters])
+    ends = torch.stack([sums, -sums])
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
+    if not torch.equal(ends[0], -ends[1]):
         raise BilevelError(
             f"after outer iteration {iteration} the processes do not hold the same point: they "
             "must run on the same kind of hardware with the same versions, and nothing but the "
@@ -156,49 +98,49 @@ def check_same_point(trainer: Any, parameters: Iterable[Tensor], iteration: int)
         )
 
 
-def check_parts(call: str, whole: BilevelProblem, shared: BilevelProblem, point: Point) -> None:
-    """Refuse losses whose parts do not add up to the whole, which each process has too."""
-    tolerance, size = torch.finfo(point[1].dtype).eps ** 0.5, math.hypot(*map(norm, point))
-    # A copy, whose evaluations are not counted.
-    parts = shared.on_this_rank(1.0, 1.0, total)
-    for name, level in _LEVELS.items():
-        if name == "constraints" and not whole.residual_terms:
-            continue
-        value, gradient = level(whole, *point)
-        cause: Exception | None = None
+def check_parts(
+    call: str, whole: BilevelProblem, part: BilevelProblem, point: tuple[Tensor, Tensor]
+) -> None:
+    """Refuse losses that are not the sum of what they are on the parts of the processes.
+
+    Args:
+        call: The name of the module whose losses these are.
+        whole: f and g on the whole batch, which each process has.
+        part: f and g on the part of this process, with its weight.
+        point: Where they are compared.
+    """
+    losses: dict[str, tuple[list[Any], list[Any]]] = {
+        "upper_loss": (whole.upper_terms, part.upper_terms),
+        "lower_loss": (whole.lower_terms, part.lower_terms),
+        "constraints": (whole.residual_terms, part.residual_terms),
+    }
+    for name, (of_whole, of_part) in losses.items():
+        expected, error = _evaluated(of_whole, point), None
         try:
-            added, other = level(parts, *point)
-            slope = max(norm(gradient), norm(other))
-            fits = norm(gradient - other) <= tolerance * slope
-            fits &= abs(value - added) <= tolerance * (max(abs(value), abs(added)) + slope * size)
-            found = f"but {added:.9g}"
-        except (RuntimeError, IndexError, ValueError) as error:
-            fits, cause, found = False, error, f"which fail here ({type(error).__name__}: {error})"
-        if not fits:
+            added = _evaluated(of_part, point)
+        except Exception as caught:
+            # The other processes wait for the sum.
+            added, error = torch.full_like(expected, math.nan), caught
+        slopes, parts = expected[1:], total(added)[1:]
+        tolerance = torch.finfo(point[1].dtype).eps ** 0.5 * max(norm(slopes), norm(parts))
+        if any_of([not norm(slopes - parts) <= tolerance], added.device)[0]:
             raise ValueError(
-                f"`{call}.{name}` on the whole batch ({value:.9g}) is not the mean of what it is "
-                f"on the parts of the processes, {found}: over several processes a loss must be a "
-                "mean over whichever samples it is given, not a sum nor normalised over the batch, "
-                "and must find what belongs to a sample by its number, carried in the batch, as in "
+                f"`{call}.{name}` on the whole batch ({expected[0]:.9g}) is not the mean of what "
+                f"it is on the parts of the processes ({error or float(added[0])!r}). Over several "
+                "processes all must be given the same batch, by a FullBatchDataModule or "
+                "`Trainer(use_distributed_sampler=False)`. A loss must be a mean over whichever "
+                "samples it is given, not a sum nor normalised over the batch, and must find what "
+                "belongs to a sample by its number, carried in the batch, as in "
                 "`self.logits[index]`."
-            ) from cause
+            )
 
 
-def _upper(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    value, grad_x, grad_y = problem.upper(x, y)
-    return value, torch.cat([grad_x, grad_y])
+def _evaluated(terms: list[Any], point: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the sum of functions of x and y, which may be vectors, and then its gradient."""
 
+    def scalar(term: Any) -> Function:
+        return lambda x, y: term(x, y).sum()
 
-def _lower(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """Return g with both gradients. No method needs both, so g is evaluated as if it were f."""
-    terms = problem.lower_terms
-    return _upper(BilevelProblem(terms, terms, reduce=problem.reduce), x, y)
-
-
-def _constraints(problem: BilevelProblem, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    values, gradients = problem.residuals(x, y)
-    return sum(values), torch.cat(gradients)
-
-
-# Each loss of a module, as one value with all its gradients.
-_LEVELS = {"upper_loss": _upper, "lower_loss": _lower, "constraints": _constraints}
+    functions = [scalar(term) for term in terms] or [nothing]
+    value, *gradients = BilevelProblem(functions, None).upper(*point)
+    return torch.cat([gradients[0].new_tensor([value]), *gradients]).double()

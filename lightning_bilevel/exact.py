@@ -5,20 +5,20 @@ The functions touch neither the module's parameters nor its running statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from lightning_bilevel.core.chunks import as_chunks, leaves, tensors
-from lightning_bilevel.core.errors import BilevelError
+from lightning_bilevel.core.chunks import Chunks, as_chunks, leaves
 from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["BatchProblem", "ModuleFunctions", "functions_of", "problem_of"]
+__all__ = ["BatchProblem", "ModuleFunctions", "problem_of"]
 
 # The places of a tensor: the dictionary of a layer and the name in it, for each layer that has it.
 Places = list[tuple[dict[str, Tensor | None], str]]
@@ -50,13 +50,13 @@ class ModuleFunctions:
         for layer in module.modules():
             for entries in (layer._parameters, layer._buffers):
                 for name, tensor in entries.items():
-                    if tensor is not None:
-                        place = cast(dict[str, Tensor | None], entries), name
-                        homes.setdefault(id(tensor), []).append(place)
-        levels = [list(upper), list(lower)]
-        self.homes = [[homes[id(p)] for p in level] for level in levels]
-        self.shapes = [[p.shape for p in level] for level in levels]
-        self.sizes = [[p.numel() for p in level] for level in levels]
+                    place = cast(dict[str, Tensor | None], entries), name
+                    homes.setdefault(id(tensor), []).append(place)
+        # Each level's parameters: their sizes in the flat vector, their places and shapes.
+        self.levels = [
+            ([p.numel() for p in level], [(homes[id(p)], p.shape) for p in level])
+            for level in (list(upper), list(lower))
+        ]
         self.copies = [(homes[id(buffer)], buffer.clone()) for buffer in protected]
 
     def protect_written(self) -> None:
@@ -80,21 +80,12 @@ class ModuleFunctions:
     ) -> Any:
         """Return module.method(*args) at flat x and y; None keeps the module's own parameters."""
         new = list(self.copies)
-        for homes, shapes, sizes, vector in zip(
-            self.homes, self.shapes, self.sizes, (x, y), strict=True
-        ):
+        for (sizes, blocks), vector in zip(self.levels, (x, y), strict=True):
             if vector is not None:
-                blocks = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
-                for places, shape, block in zip(homes, shapes, blocks, strict=True):
-                    new.append((places, block.view(shape)))
-        try:
-            own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
-        except KeyError as error:
-            raise BilevelError(
-                f"a parameter or buffer {error} of the module is no longer where it was when the "
-                "run started: pruning and other changes of parameters in the middle of a run make "
-                "it another problem. Do it before `Trainer.fit`."
-            ) from error
+                parts = torch.split(vector, sizes) if len(sizes) > 1 else (vector,)
+                for (places, shape), part in zip(blocks, parts, strict=True):
+                    new.append((places, part.view(shape)))
+        own = [(entries, name, entries[name]) for places, _ in new for entries, name in places]
         try:
             for places, tensor in new:
                 for entries, name in places:
@@ -124,12 +115,6 @@ class ModuleFunctions:
             torch.distributed.broadcast(buffer, 0)
 
 
-def functions_of(module: Any) -> ModuleFunctions:
-    """Return the losses of a bilevel module, with all its buffers protected."""
-    upper, lower = module._declared().levels
-    return ModuleFunctions(module, upper.parameters, lower.parameters, module.buffers())
-
-
 def _own(places: Places) -> Tensor:
     entries, name = places[0]
     return cast(Tensor, entries[name])
@@ -143,45 +128,47 @@ def problem_of(
     They are the losses of a module, summed over the chunks with their shares as weights.
     """
     call, module = functions.call, functions.module
-    has_features = module.lower_features is not None
-    has_outputs = module.lower_outputs is not None
+    of_upper, of_lower = as_chunks(batch["upper"]), as_chunks(batch["lower"])
 
     def upper_loss(part: Any) -> Function:
         return lambda x, y: call("upper_loss", part, x=x, y=y)
 
     def lower_loss(part: Any) -> Function:
-        if has_features:
+        if module.lower_features is not None:
             return lambda features, y: call("lower_loss", part, features, y=y)
-        if has_outputs:
+        if module.lower_outputs is not None:
             return lambda x, outputs: call("lower_loss", part, outputs, x=x)
         return lambda x, y: call("lower_loss", part, x=x, y=y)
-
-    def features(part: Any) -> Part:
-        return lambda x: call("lower_features", part, x=x)
-
-    def outputs(part: Any) -> Part:
-        return lambda y: call("lower_outputs", part, y=y)
 
     def constraints(part: Any) -> Function:
         return lambda x, y: torch.stack(call("constraints", part, x=x, y=y))
 
-    upper, lower = (as_chunks(batch[level]) for level in ("upper", "lower"))
-    of_upper, of_lower = (
-        list(zip(chunks.batches, chunks.shares, strict=True)) for chunks in (upper, lower)
-    )
+    def of_chunks(make: Callable[[Any], Function], chunks: Chunks) -> list[Function]:
+        pairs = zip(chunks.batches, chunks.shares, strict=True)
+        return [weighted(make(part), share) for part, share in pairs]
+
+    def split_off(name: str, level: str) -> list[Part] | None:
+        """Return the part of g that depends on one level alone, on each chunk."""
+
+        def on(part: Any) -> Part:
+            return lambda vector: call(name, part, **{level: vector})
+
+        return None if getattr(module, name) is None else list(map(on, of_lower.batches))
+
     problem = BilevelProblem(
-        [weighted(upper_loss(part), share) for part, share in of_upper],
-        [weighted(lower_loss(part), share) for part, share in of_lower],
+        of_chunks(upper_loss, of_upper),
+        of_chunks(lower_loss, of_lower),
         upper_set,
         lower_set,
-        features=[features(part) for part in lower.batches] if has_features else None,
-        outputs=[outputs(part) for part in lower.batches] if has_outputs else None,
+        features=split_off("lower_features", "x"),
+        outputs=split_off("lower_outputs", "y"),
     )
     if getattr(module, "constraints", None) is not None:
-        problem.residual_terms = [weighted(constraints(part), share) for part, share in of_upper]
+        problem.residual_terms = of_chunks(constraints, of_upper)
     return problem
 
 
+@dataclass(eq=False)
 class BatchProblem:
     """f and g on a batch.
 
@@ -191,30 +178,28 @@ class BatchProblem:
         problem: f and g on the batch.
     """
 
-    def __init__(self, batch: dict[str, Any], part: Any, problem: BilevelProblem) -> None:
-        self.batch, self.part, self.problem = batch, part, problem
-        self._levels = batch["upper"], batch["lower"]
-        self._leaves = list(leaves(batch))
+    batch: dict[str, Any]
+    part: Any
+    problem: BilevelProblem
+
+    def __post_init__(self) -> None:
         # The version of a tensor counts in-place changes.
-        self._versions = [(tensor, tensor._version) for tensor in tensors(batch)]
+        self._leaves = [(leaf, getattr(leaf, "_version", 0)) for leaf in leaves(self.batch)]
 
     def is_of(self, batch: Any) -> bool:
         """Whether a batch is this one, unchanged, or equal to it.
 
         A loader of one whole batch collates equal tensors anew in each epoch.
         """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                return False
-        upper, lower = self._levels
-        if batch is self.batch and batch["upper"] is upper and batch["lower"] is lower:
-            return True
         found = list(leaves(batch))
-        return len(found) == len(self._leaves) and all(map(_equal, found, self._leaves))
+        return len(found) == len(self._leaves) and all(map(_is_same, found, self._leaves))
 
 
-def _equal(new: Any, old: Any) -> bool:
-    if new is old or not (isinstance(new, Tensor) and isinstance(old, Tensor)):
-        return new is old or (type(new) is type(old) and bool(new == old))
-    kind = new.dtype, new.device, new.shape
-    return kind == (old.dtype, old.device, old.shape) and torch.equal(new, old)
+def _is_same(new: Any, known: tuple[Any, int]) -> bool:
+    old, version = known
+    if isinstance(old, Tensor):
+        if old._version != version or not isinstance(new, Tensor):
+            return False
+        kinds = (new.dtype, new.device), (old.dtype, old.device)
+        return new is old or (kinds[0] == kinds[1] and torch.equal(new, old))
+    return new is old or (type(new) is type(old) and bool(new == old))

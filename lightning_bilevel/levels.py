@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
-from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
+from torch import nn
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.sets import ConvexSet, Free, Product
 from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
+from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["Declaration", "Declared", "Level", "Sets", "kinks_of"]
+__all__ = [
+    "Declaration",
+    "Declared",
+    "Level",
+    "Sets",
+    "check_all_declared",
+    "check_batch",
+    "kinks_of",
+]
 
 Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 Sets = ConvexSet | Sequence[ConvexSet]
 
-# Layers that are not differentiable everywhere, which the convergence theorem excludes.
-_KINKED = (
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.SELU,
-    nn.Hardtanh,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardshrink,
-    nn.Softshrink,
-    nn.Threshold,
-    _MaxPoolNd,
-    _AdaptiveMaxPoolNd,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
+# The layers of torch that the convergence theorem excludes: not differentiable everywhere.
+_KINKED = re.compile(
+    r"(Leaky|P|R)?ReLU6?|SELU|Hard(tanh|sigmoid|swish|shrink)|Softshrink|Threshold"
+    r"|(Adaptive|Fractional)?MaxPool[123]d"
 )
 
 
@@ -61,70 +57,41 @@ class Level:
     call: str
     name: str
     declared: Declared
-    sets: Sets | None
+    sets: Sets | None = None
     unit: float = 1.0
     parameters: list[nn.Parameter] = field(init=False)
     feasible: ConvexSet = field(init=False)
 
     def __post_init__(self) -> None:
-        declared = [p for item in self._items() for p in item]
-        if len({id(p) for p in declared}) < len(declared):
-            raise ValueError(
-                f"`{self.call}({self.name}=...)` has a parameter twice, such as a module and its "
-                "weight: name each once."
-            )
         if not 0.0 < self.unit < float("inf"):
             raise ValueError(
                 f"`{self.call}({self.name}_unit={self.unit})` must be positive and finite."
             )
         self.resolve()
 
-    def _items(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each declared module or parameter, frozen ones included."""
-        items = _items_of(self.declared)
-        for item in items:
-            if not isinstance(item, (nn.Module, nn.Parameter)):
-                raise TypeError(
-                    f"`{self.call}({self.name}=...)` takes modules and parameters, and was given "
-                    f"a {type(item).__name__}."
-                )
-        return [[i] if isinstance(i, nn.Parameter) else list(i.parameters()) for i in items]
-
     def resolve(self) -> None:
         """Find the trainable parameters, as at the start of a run; frozen ones do not change."""
-        items = [[p for p in item if p.requires_grad] for item in self._items()]
+        items = [
+            [p for p in ([i] if isinstance(i, nn.Parameter) else i.parameters()) if p.requires_grad]
+            for i in _items(self.declared)
+        ]
         self.parameters = [p for item in items for p in item]
-        if not self.parameters:
-            raise ValueError(f"`{self.call}({self.name}=...)` has no trainable parameter.")
-        self.feasible = self._set_of(items)
+        if not self.parameters or len(set(self.parameters)) < len(self.parameters):
+            raise ValueError(
+                f"`{self.call}({self.name}=...)` has no trainable parameter, or has one twice, as "
+                "a module and its weight."
+            )
+        self.feasible = self._set_of([sum(p.numel() for p in item) for item in items])
 
-    def has_changed(self) -> bool:
-        """Compare which parameters are frozen with the last :meth:`resolve`."""
-        now = [p for item in self._items() for p in item if p.requires_grad]
-        return list(map(id, now)) != list(map(id, self.parameters))
-
-    def read(self) -> Tensor:
-        """Return the parameters as one new flat vector."""
-        return torch.cat([p.detach().reshape(-1) for p in self.parameters])
-
-    @torch.no_grad()
-    def write(self, vector: Tensor) -> None:
-        """Write a flat vector into the parameters."""
-        blocks = torch.split(vector, [p.numel() for p in self.parameters])
-        for parameter, block in zip(self.parameters, blocks, strict=True):
-            parameter.copy_(block.view_as(parameter))
-
-    def _set_of(self, items: list[list[nn.Parameter]]) -> ConvexSet:
-        if self.sets is None:
-            return Free()
-        if isinstance(self.sets, ConvexSet):
-            return self.sets
-        if len(self.sets) != len(items):
+    def _set_of(self, sizes: list[int]) -> ConvexSet:
+        """Return the set of the items of these sizes; an item that is frozen whole has size 0."""
+        if self.sets is None or isinstance(self.sets, ConvexSet):
+            return self.sets or Free()
+        if len(self.sets) != len(sizes):
             raise ValueError(
                 f"`{self.call}({self.name}_set=...)` has {len(self.sets)} sets: it must be one "
-                f"set, or one for each of the {len(items)} declared items."
+                f"set, or one for each of the {len(sizes)} declared items."
             )
-        sizes = [sum(p.numel() for p in item) for item in items]
         trained = [(own, size) for own, size in zip(self.sets, sizes, strict=True) if size]
         return Product([own for own, _ in trained], [size for _, size in trained])
 
@@ -136,7 +103,7 @@ class Declaration:
     Attributes:
         upper: The upper level.
         lower: The lower level.
-        solver: Makes the solver from parameter groups.
+        solver: Makes the solver from parameter groups; None is IVSP.
         envelope: The Moreau envelope of the certificate, for solvers that have none.
         qualification: What is known about the constraint qualification.
         method: The method of a run by torch optimisers.
@@ -148,45 +115,35 @@ class Declaration:
 
     upper: Level
     lower: Level
-    solver: SolverCallable
-    envelope: Envelope | None
-    qualification: Qualification
+    solver: SolverCallable | None = None
+    envelope: Envelope | None = None
+    qualification: Qualification = "not known"
     method: Method | None = None
     options: Options = field(default_factory=Options)
     optimizers: tuple[OptimizerCallable | None, OptimizerCallable | None] = (None, None)
     schedulers: tuple[LRSchedulerCallable | None, LRSchedulerCallable | None] = (None, None)
 
-    def check(self, *, has_solver: bool, has_own_optimizers: bool) -> None:
-        """Refuse arguments of the two modes together."""
+    def __post_init__(self) -> None:
         call, method = self.upper.call, self.method
-        if has_solver and self.on_mini_batches:
-            raise ValueError(
-                f"`{call}()` was given a solver, for exact runs, and a method or optimisers, for "
-                "mini-batches: give one of the two."
-            )
         if method is not None and not isinstance(method, Method):
             raise TypeError(
                 f"`{call}(method={getattr(method, '__name__', method)!s})` must be an instance of "
                 "a method on mini-batches, such as `lightning_bilevel.stochastic.F2SA()`; a solver "
                 "for all data is given as `solver=`."
             )
-        given = any(self.schedulers) or any(self.options.clip) or self.options.accumulate != 1
-        if given and not (self.on_mini_batches or has_own_optimizers):
+        units = {level.unit for level in self.levels} != {1.0}
+        if self.on_mini_batches and (units or self.solver is not None):
             raise ValueError(
-                f"`{call}()` was given schedulers, `gradient_clip_val` or `accumulate`, which are "
-                "for mini-batches: name a method or an optimiser too."
+                f"`{call}()` was given a solver, for exact runs, or a unit, and arguments of a run "
+                "on mini-batches: give one of the two. There the rate of the level's optimiser "
+                "takes the place of its unit."
             )
-        for level in self.levels:
-            if self.on_mini_batches and level.unit != 1.0:
-                raise ValueError(
-                    f"`{call}({level.name}_unit={level.unit})` is for an exact solver: on "
-                    "mini-batches the rate of the level's optimiser takes its place."
-                )
 
     @property
     def on_mini_batches(self) -> bool:
-        """Whether a method or an optimiser was declared."""
-        return self.method is not None or any(self.optimizers)
+        """Whether anything of a run on mini-batches was declared."""
+        given = self.method is not None or self.options != Options()
+        return given or any((*self.optimizers, *self.schedulers))
 
     @property
     def levels(self) -> tuple[Level, Level]:
@@ -203,18 +160,9 @@ class Declaration:
         for level in self.levels:
             level.resolve()
 
-    def norms(self) -> Tensor:
-        """Return the norm of each parameter."""
-        return torch.stack([p.detach().norm() for p in self.parameters])
-
-    def feasible_point(self) -> tuple[Tensor, Tensor]:
-        """Return x and y, each projected onto its set: where a run starts."""
-        upper, lower = self.levels
-        return upper.feasible.project(upper.read()), lower.feasible.project(lower.read())
-
     def new_solver(self) -> BilevelOptimizer:
         """Make a solver."""
-        return self.solver(self.groups())
+        return (self.solver or IVSP)(self.groups())
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that a solver takes."""
@@ -225,10 +173,10 @@ class Declaration:
 
     def kinks(self) -> list[str]:
         """Return the names of what is not differentiable in the declared modules, each once."""
-        return kinks_of([item for level in self.levels for item in _items_of(level.declared)])
+        return kinks_of([item for level in self.levels for item in _items(level.declared)])
 
 
-def _items_of(declared: Declared) -> list[Any]:
+def _items(declared: Declared) -> list[nn.Module | nn.Parameter]:
     return [declared] if isinstance(declared, (nn.Module, nn.Parameter)) else list(declared)
 
 
@@ -239,10 +187,36 @@ def kinks_of(declared: Declared) -> list[str]:
     ``kinks``, a tuple of names.
     """
     found: list[str] = []
-    for item in _items_of(declared):
+    for item in _items(declared):
         for module in item.modules() if isinstance(item, nn.Module) else ():
             found.extend(getattr(module, "kinks", ()))
+            name = type(module).__name__
             # The slopes of an ELU at 0 are 1 and alpha.
-            if isinstance(module, _KINKED) or (isinstance(module, nn.ELU) and module.alpha != 1.0):
-                found.append(type(module).__name__)
+            if _KINKED.fullmatch(name) or (isinstance(module, nn.ELU) and module.alpha != 1.0):
+                found.append(name)
     return list(dict.fromkeys(found))
+
+
+def check_all_declared(module: nn.Module, declaration: Declaration) -> None:
+    """Refuse parameters of another module, and trainable ones that belong to no level."""
+    call = f"`{type(module).__name__}.declare`"
+    declared, own = set(declaration.parameters), set(module.parameters())
+    if not declared <= own:
+        raise MisconfigurationException(f"{call} was given a parameter that is not the module's.")
+    named = module.named_parameters()
+    forgotten = [name for name, p in named if p.requires_grad and p not in declared]
+    if forgotten:
+        raise MisconfigurationException(
+            f"{call} names neither as upper nor as lower: {', '.join(forgotten)}. Each trainable "
+            "parameter belongs to one level; a constant has `requires_grad=False`."
+        )
+
+
+def check_batch(call: str, batch: Any) -> None:
+    """Refuse a training batch without an upper and a lower level."""
+    if not isinstance(batch, dict) or not {"upper", "lower"} <= batch.keys():
+        raise MisconfigurationException(
+            f"`{call}` was given a {type(batch).__name__} as a training batch: it must be "
+            '{"upper": ..., "lower": ...}, as a CombinedLoader over two loaders or a '
+            "FullBatchDataModule gives it."
+        )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
-from lightning_bilevel.checks import check_all_declared, check_batch
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.levels import check_all_declared, check_batch
 from lightning_bilevel.optimizers import Schedulers, by_level
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import Progress, StreamInfo

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_bilevel import checks
-from lightning_bilevel.checkpoint import KEY, check_record, leave_out_partials, record_of
+from lightning_bilevel.checkpoint import KEY, Record, check_record, leave_out_partials
 from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
-from lightning_bilevel.core.problem import BilevelProblem, Start
+from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.levels import Declaration, Declared, Level, Sets
+from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.levels import Declaration, Declared, Level, Sets, check_all_declared
 from lightning_bilevel.mini_batches import MiniBatches
 from lightning_bilevel.optimizers import default_optimizers
-from lightning_bilevel.run import RESTORED, Run
+from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.ivsp.solver import IVSP
+from lightning_bilevel.solvers.levels import flat, write
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.stochastic.step import Method, Options
@@ -33,13 +34,13 @@ from lightning_bilevel.stochastic.step import Method, Options
 __all__ = ["BilevelMixin", "BilevelModule"]
 
 
-class BilevelMixin:
+class BilevelMixin(LightningModule):
     r"""Makes a LightningModule a bilevel problem that ``Trainer.fit`` solves.
 
     .. math:: \min_{x, y} f(x, y) \quad\text{s.t.}\quad y \in \arg\min_u g(x, u)
 
-    Inherit from it *before* ``LightningModule``, call :meth:`declare` at the end of ``__init__``,
-    and define
+    Inherit from it, before any other module, call :meth:`declare` at the end of ``__init__``, and
+    define
 
     - ``upper_loss(batch)``: f, given the batch of the upper level;
     - ``lower_loss(batch)``: g, given the batch of the lower level;
@@ -86,18 +87,9 @@ class BilevelMixin:
     inner_iterations: int = 1
     _mini_batches: MiniBatches | None = None
     _declaration: Declaration | None = None
-    _saved_start: Start | None = None
+    # Whether the next run goes on from a checkpoint that has been loaded.
+    _resumes: bool = False
     _run: Run
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if LightningModule in order and order.index(LightningModule) < order.index(BilevelMixin):
-            raise TypeError(
-                f"`class {cls.__name__}` names LightningModule before the bilevel mixin, whose "
-                "training step would then never run: write the mixin first, or inherit from "
-                "BilevelModule."
-            )
 
     def declare(
         self,
@@ -159,7 +151,7 @@ class BilevelMixin:
         self._declaration = declared = Declaration(
             Level(call, "upper", upper, upper_set, upper_unit),
             Level(call, "lower", lower, lower_set, lower_unit),
-            solver or IVSP,
+            solver,
             envelope,
             qualification,
             method,
@@ -171,12 +163,10 @@ class BilevelMixin:
             (upper_optimizer, lower_optimizer),
             (upper_scheduler, lower_scheduler),
         )
-        own = type(self).configure_optimizers is not BilevelMixin.configure_optimizers
-        declared.check(has_solver=solver is not None, has_own_optimizers=own)
         # This solver refuses bad arguments before any data are loaded. A run builds its own solver
         # when it starts.
         self._run = Run(declared.new_solver())
-        self._module.automatic_optimization = False
+        self.automatic_optimization = False
 
     def upper_loss(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return f on the batch of the upper level."""
@@ -226,9 +216,8 @@ class BilevelMixin:
     def written_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that training writes to, such as running statistics, by name."""
         functions = self._run.functions
-        written = set(map(id, [] if functions is None else functions.buffers))
-        named = self._module.named_buffers()
-        return {name: b.detach().clone() for name, b in named if id(b) in written}
+        written = {id(buffer) for buffer in (functions.buffers if functions else ())}
+        return {n: b.detach().clone() for n, b in self.named_buffers() if id(b) in written}
 
     @property
     def evaluation_time(self) -> float:
@@ -245,13 +234,12 @@ class BilevelMixin:
     @property
     def point(self) -> tuple[Tensor, Tensor]:
         """The current x and y, each as a new flat vector."""
-        declared = self._declared()
-        return declared.upper.read(), declared.lower.read()
+        return flat(self.parameter_groups())
 
     @point.setter
     def point(self, point: tuple[Tensor, Tensor]) -> None:
-        for level, vector in zip(self._declared().levels, point, strict=True):
-            level.write(vector)
+        with torch.no_grad():
+            write(self.parameter_groups(), *point)
         self._run.shown = "a point that was written into the module"
 
     def restore(
@@ -270,11 +258,10 @@ class BilevelMixin:
             buffers: The buffers of that point, see :attr:`written_buffers`.
         """
         run, (x, y) = self._run, self.point
-        if run.last is None:
-            run.last = deepcopy(dict(self._module.state_dict()))
+        run.last = run.last or deepcopy(dict(self.state_dict()))
         self.point = point[0].to(x), point[1].to(y)
         run.multiplier, run.shown = multiplier, RESTORED
-        own = dict(self._module.named_buffers())
+        own = dict(self.named_buffers())
         for name, buffer in (buffers or {}).items():
             own[name].copy_(buffer)
 
@@ -313,8 +300,32 @@ class BilevelMixin:
             passes: On mini-batches: the most passes of g for the proximal point. If they do not
                 suffice, the certificate says how accurate it is.
         """
-        asked = batch, envelope, tolerance, proved, sample, batches, passes
-        return self._run.certify(self, *asked)
+        run, declared, stream = self._run, self._declared(), self.mini_batches
+        wanted = envelope or self.envelope
+        if wanted is None or (stream is not None and self.batch_gradients is not None):
+            return None
+        if stream is not None:
+            problem, data = stream.evaluated(batch, sample, batches)
+        else:
+            problem, data = run.problem_on(self, batch).problem, ""
+        found = run.proved_point(self, wanted) if proved else run.shown_point(self)
+        point, multiplier, name = found
+        # Monitors look at a sample: their curve needs one rho from beginning to end.
+        fixed = envelope is not None or sample or wanted == declared.envelope
+        with nullcontext() if stream is None else stream.evaluating():
+            return run.certify(
+                problem,
+                point,
+                wanted,
+                reachable=stream is not None and not fixed,
+                multiplier=multiplier,
+                tolerance=tolerance,
+                qualification=declared.qualification,
+                kinks=declared.kinks(),
+                evaluated_on=data,
+                point=name,
+                passes=None if stream is None else passes,
+            )
 
     def may_evaluate(self, share: float) -> bool:
         """Compare the time of certificates so far with a share of the optimisation time.
@@ -328,7 +339,6 @@ class BilevelMixin:
 
     def bilevel_problem(self, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch ``{"upper": ..., "lower": ...}``, for flat x and y."""
-        checks.check_batch(type(self).__name__, batch)
         return self._run.problem_of(self, batch)
 
     def problem_on(self, batch: Any) -> BilevelProblem:
@@ -341,93 +351,81 @@ class BilevelMixin:
 
     def configure_optimizers(self) -> Any:
         """Make the solver, or the torch optimisers of a run on mini-batches."""
-        declared, module = self._declared(), self._module
+        declared = self._declared()
         declared.resolve()
         if declared.on_mini_batches:
             return default_optimizers(declared)
-        checks.check_trainer(module.trainer, type(self._run.solver).__name__)
+        check_trainer(self.trainer, type(self._run.solver).__name__)
         solver = declared.new_solver()
-        checks.check_all_declared(module, declared)
-        self._run = Run(solver, self._saved_start)
-        self._saved_start = None
+        check_all_declared(self, declared)
+        self._run, self._resumes = Run(solver, self._run.start if self._resumes else None), False
         # Lightning compiles the training step of a compiled module. Here that is the solver, whose
         # decisions would take minutes to trace. `forward` stays compiled.
-        vars(module).pop("training_step", None)
+        vars(self).pop("training_step", None)
         return solver
 
     def configure_callbacks(self) -> Any:
-        """Bring along the mode of mini-batches, which is idle in an exact run."""
+        """Bring along the mode of mini-batches, where `configure_optimizers` may ask for it."""
         trainer = self._attached
-        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if fits:
+        given: Any = super().configure_callbacks()
+        given = list(given) if isinstance(given, (list, tuple)) else [given]
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Lightning asks for callbacks before it checks this, with another advice.
-            checks.check_automatic(self._module, trainer)
-        given = super().configure_callbacks()  # type: ignore[misc]
-        if self._mini_batches is None or trainer is None or fits:
-            self._mini_batches = MiniBatches()
-        return [*(given if isinstance(given, (list, tuple)) else [given]), self._mini_batches]
+            check_automatic(trainer)
+            # An idle callback would cost a hundredth of a cheap iteration.
+            made_by = getattr(self.configure_optimizers, "__func__", None)
+            exact = made_by is BilevelMixin.configure_optimizers
+            exact = exact and not self._declared().on_mini_batches
+            self._mini_batches = None if exact else MiniBatches()
+        return given if self._mini_batches is None else [*given, self._mini_batches]
 
     def on_train_epoch_end(self) -> None:
-        """Refuse what went wrong in the epoch, and show the last numbers to whoever monitors."""
+        """Refuse an epoch without a step, and show the last numbers to whoever monitors."""
         if self.mini_batches is None:
             self._run.epoch_end(self)
-        super().on_train_epoch_end()  # type: ignore[misc]
-
-    def on_fit_end(self) -> None:
-        """Warn of a run that ends on a sample."""
-        if self.last_step is not None:
-            checks.warn_of_sample(self._module.trainer.train_dataloader)
-        super().on_fit_end()  # type: ignore[misc]
+        self._run.stamp = norm(torch.cat(self.point))
+        super().on_train_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write into the checkpoint which solver and which problem it belongs to."""
         run = self._run
-        own = {"mini_batches": True} if self.on_mini_batches else record_of(run.solver)
-        checkpoint[KEY] = {**own, "start": run.start and asdict(run.start), "last": run.last}
+        upper, lower = (sum(p.numel() for p in each.parameters) for each in self._declared().levels)
+        solver = "" if self.on_mini_batches else type(run.solver).__name__
+        checkpoint[KEY] = Record(solver, upper, lower, run.start, run.last).plain()
         leave_out_partials(type(self).__name__, checkpoint)
-        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+        super().on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another problem, and load float64 weights as float64.
 
         The Trainer would convert the module only after it has loaded the weights.
         """
-        declared, module, trainer = self._declared(), self._module, self._attached
+        declared, trainer, record = self._declared(), self._attached, Record.load(checkpoint)
         resumes = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        record = checkpoint.get(KEY, {})
-        last, start = record.get("last"), record.get("start")
         # A callback that averages weights makes checkpoints without the record.
         by_torch = MiniBatches.__qualname__ in checkpoint.get("callbacks", {})
-        if not (by_torch or record.get("mini_batches")):
+        if not by_torch and (record is None or record.solver):
             declared.resolve()
-            solver = declared.new_solver()
+            run = Run(declared.new_solver())
             if trainer is not None:
-                check_record(type(self).__name__, checkpoint, solver, resumes=resumes)
-            # A run that resumes is made later, when it starts.
-            self._saved_start = start and Start(**start)
-            if not resumes:
-                run = self._run
-                run.start, self._saved_start = self._saved_start, None
-                run.shown = "" if last is None else RESTORED
+                check_record(type(self).__name__, checkpoint, run.solver, resumes=resumes)
+            if record is not None:
+                run.start, run.shown = record.start, RESTORED if record.last else ""
                 states = checkpoint.get("optimizer_states")
-                if states and record.get("solver") == type(solver).__name__:
-                    solver.load_state_dict(states[0])
-                    run.solver = solver
+                if states and record.solver == type(run.solver).__name__:
+                    run.solver.load_state_dict(states[0])
+                self._run, self._resumes = run, resumes
         if trainer is not None and trainer.precision == "64-true":
-            module.double()
-        if resumes:
-            checkpoint["state_dict"] |= last or {}
-        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-
-    @property
-    def _module(self) -> LightningModule:
-        return cast(LightningModule, self)
+            self.double()
+        if resumes and record is not None:
+            checkpoint["state_dict"] |= record.last or {}
+        super().on_load_checkpoint(checkpoint)
 
     @property
     def _attached(self) -> Any:
         """The Trainer, if there is one."""
         try:
-            return self._module.trainer
+            return self.trainer
         except RuntimeError:
             return None
 
@@ -445,5 +443,5 @@ class BilevelMixin:
 vars(BilevelMixin)["training_step"].__signature__ = inspect.signature(BilevelMixin.training_step)
 
 
-class BilevelModule(BilevelMixin, LightningModule):
-    """A LightningModule with :class:`BilevelMixin`, with the bases in the right order."""
+class BilevelModule(BilevelMixin):
+    """A LightningModule that is a bilevel problem: :class:`BilevelMixin` under its usual name."""

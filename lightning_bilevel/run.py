@@ -1,34 +1,41 @@
-"""The state of a run: its exact steps, the names of its points, and their certificates."""
+"""The state of a run: its exact steps, which point the module shows, and the latest certificate."""
 
 from __future__ import annotations
 
+import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_bilevel import checks
 from lightning_bilevel.core.certificate import Certificate, certify
 from lightning_bilevel.core.curvature import reachable_envelope
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
-from lightning_bilevel.distributed import check_parts, check_same_point, shared_problem
-from lightning_bilevel.exact import BatchProblem, ModuleFunctions, functions_of, problem_of
+from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.distributed import check_parts, check_same_point, parts_of, total
+from lightning_bilevel.exact import BatchProblem, ModuleFunctions, problem_of
+from lightning_bilevel.levels import check_batch
 from lightning_bilevel.logging import is_logged, publish_step
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo, StreamInfo
 
-__all__ = ["RESTORED", "Run"]
+__all__ = ["RESTORED", "Run", "check_automatic", "check_trainer"]
 
 Point = tuple[Tensor, Tensor]
 # The name of a point that `restore` has written into the module.
 RESTORED = "an earlier point of the run, which was restored"
+# How to run on mini-batches, for messages of exact runs.
+_ON_MINI_BATCHES = (
+    "return two torch optimisers, one per level, from `configure_optimizers`, and say `method=` in "
+    "place of `solver=`"
+)
 # The accuracy of the proximal point in a certificate after mini-batches, as in the paper.
 _MINI_BATCH_TOLERANCE = 1e-3
 
@@ -49,8 +56,8 @@ class Run:
             earlier ones into the module.
         multiplier: The multiplier of the restored point; None is the solver's.
         shown: Which point the module shows, in words, if it is not the last iterate.
-        stamp: The norms of the parameters when the last epoch ended. Others afterwards tell that
-            somebody else has written to them, as callbacks that average weights do.
+        stamp: The norm of the point when the last epoch ended. Another one afterwards tells that
+            somebody else has written to it, as callbacks that average weights do.
         seconds: The time that certificates have taken.
         certificate: The latest certificate, with what was asked, the point and the iteration. It is
             returned again for the same question at the same point.
@@ -66,14 +73,14 @@ class Run:
     last: dict[str, Any] | None = None
     multiplier: float | None = None
     shown: str = ""
-    stamp: Tensor | None = None
+    stamp: float | None = None
     seconds: float = 0.0
     certificate: tuple[Any, Point, int, Certificate] | None = None
 
     def training_step(self, module: Any, batch: Any) -> None:
         """Do one outer iteration."""
         current = self.current
-        if current is None or not current.is_of(batch):
+        if self.step is None or current is None or not current.is_of(batch):
             current = self._next(module, batch)
         # Lightning counts only steps through its own wrapper of the optimizer.
         info: StepInfo = module.optimizers().step(problem=current.problem)
@@ -81,33 +88,46 @@ class Run:
         if self.functions is not None and self.functions.copies:
             self.functions.update_buffers(current.part, shared=current.problem.reduce is not None)
         trainer = module.trainer
-        if logged := is_logged(trainer, info.iteration):
-            check_same_point(trainer, module._declared().parameters, info.iteration)
+        logged = is_logged(trainer, info.iteration)
+        if logged and trainer.world_size > 1:
+            check_same_point(module._declared().parameters, info.iteration)
         if logged or self.watched:
             publish_step(trainer, info, logged=logged)
 
+    def has_moved(self, step: StepInfo) -> None:
+        """Keep the record of a step, which goes on from whatever was written into the module."""
+        self.step = step
+        self.last = self.multiplier = self.stamp = None
+        self.shown = ""
+
     def epoch_end(self, module: Any) -> None:
-        """Look at an epoch that has ended."""
-        declared = module._declared()
-        checks.check_epoch(type(module).__name__, self.solver, declared)
-        self.stamp = declared.norms()
+        """Refuse an epoch without a step; show the last numbers to whoever monitors."""
+        if self.solver.progress.iterations == 0:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}` made no outer iteration in a whole epoch: its loaders "
+                "must yield batches, and an own `training_step` must call "
+                "`super().training_step(batch, batch_idx)`."
+            )
         if self.step is not None:
             publish_step(module.trainer, self.step, logged=False)
 
     def _next(self, module: Any, batch: Any) -> BatchProblem:
-        """Return the problem on another batch: the first one, or a sample that has grown."""
-        trainer = module.trainer
+        """Return the problem of the first step, or on another batch: a sample that has grown."""
+        trainer, name = module.trainer, type(module).__name__
         sample: Any = getattr(trainer.train_dataloader, "sample", None)
-        before = self.current
-        if before is None:
-            checks.check_optimizer(module, module.optimizers())
+        if self.step is None:
+            check_optimizer(module, module.optimizers())
             monitors = [str(getattr(callback, "monitor", "")) for callback in trainer.callbacks]
             self.watched = any(monitor.startswith("bilevel/") for monitor in monitors)
-            if sample is not None:
-                # The checks of the first problem are of all data.
-                self.whole = self.problem_on(module, sample.batch)
-        if before is not None and not (sample and sample.begins):
-            raise checks.other_data(type(module).__name__, self.solver)
+            # The checks of the first problem are of all data.
+            self.whole = None if sample is None else self.problem_on(module, sample.batch)
+        elif not (sample and sample.begins):
+            raise MisconfigurationException(
+                f"`{name}` was given a batch with other values than the one before, as "
+                "mini-batches, shuffling and augmentation make them. "
+                f"{type(self.solver).__name__} needs the same data in each step: give it all of "
+                f"them, by a FullBatchDataModule; or run on mini-batches: {_ON_MINI_BATCHES}."
+            )
         self.current = current = self.problem_on(module, batch)
         if self.whole is not None:
             current.problem.sampled_from(self.whole.problem, sample.share)
@@ -116,143 +136,95 @@ class Run:
         return current
 
     def problem_on(self, module: Any, batch: Any) -> BatchProblem:
-        """Return the problem on a batch, shared by all processes; the first one is checked."""
-        for known in (self.current, self.whole):
-            if known is not None and known.is_of(batch):
+        """Return the problem on a batch, shared by all processes; the first one is checked.
+
+        None is all data of a growing sample, or the latest batch.
+        """
+        for known in (self.whole, self.current):
+            if known is not None and (batch is None or known.is_of(batch)):
                 return known
-        checks.check_batch(type(module).__name__, batch)
+        call = type(module).__name__
+        if batch is None:
+            raise RuntimeError(
+                f"`{call}.certify()` needs a training batch: call it after `Trainer.fit` in the "
+                "same process, or give it one, `certify(batch=...)`."
+            )
         first = self.functions is None
+        self.functions = self.functions or module_functions(module)
+        trainer, part, problem = module._attached, batch, self.problem_of(module, batch)
+        levels = zip(module._declared().levels, module.point, strict=True)
+        x, y = (level.feasible.project(vector) for level, vector in levels)
+        if trainer is not None and trainer.world_size > 1:
+            # Distributed samplers repeat or drop samples: the parts are cut here.
+            ranks = trainer.global_rank, trainer.world_size
+            part, upper, lower = parts_of(module, batch, *ranks)
+            whole, shared = problem, self.problem_of(module, part)
+            problem = shared.on_this_rank(upper, lower, total)
+            if first:
+                check_parts(call, whole, problem, (x, y))
         if first:
-            self.functions = functions_of(module)
-        make = partial(self.problem_of, module)
-        problem, part = shared_problem(module, make, module._attached, batch)
-        if first:
-            point = module._declared().feasible_point()
-            if part is not batch:
-                check_parts(type(module).__name__, make(batch), problem, point)
-            self._check(problem, *point)
+            self._check(self.functions, problem, (x, y))
         known = BatchProblem(batch, part, problem)
         self.current = self.current or known
         return known
 
-    def _check(self, problem: BilevelProblem, x: Tensor, y: Tensor) -> None:
+    def _check(self, functions: ModuleFunctions, problem: BilevelProblem, point: Point) -> None:
         """Refuse losses that change from call to call; note the gradients at the start."""
-        functions, words = self.functions, f"Or run on mini-batches: {checks.ON_MINI_BATCHES}."
-        if functions is not None and functions.copies:
+        if functions.copies:
             with problem.uncounted():
-                problem.upper(x, y)
-                problem.at(x).value(y)
+                problem.upper(*point)
+                problem.at(point[0]).value(point[1])
             functions.protect_written()
-            if functions.copies:
-                words = f"Nor may a loss depend on vectors of a spectral norm. {words}"
         try:
-            start = problem.check(x, y)
+            start = problem.check(*point)
         except NonFiniteError:
             raise
         except BilevelError as error:
-            raise type(error)(f"{error} {words}") from error
+            raise type(error)(
+                f"{error} Nor may a loss depend on vectors of a spectral norm. Or run on "
+                f"mini-batches: {_ON_MINI_BATCHES}."
+            ) from error
         self.start = self.start or start
 
     def problem_of(self, module: Any, batch: dict[str, Any]) -> BilevelProblem:
         """Return f and g on a batch, in this process."""
+        check_batch(type(module).__name__, batch)
         upper, lower = module._declared().levels
-        functions = self.functions or functions_of(module)
+        functions = self.functions or module_functions(module)
         return problem_of(functions, batch, upper.feasible, lower.feasible)
 
-    def problem_to_certify(self, module: Any, batch: Any) -> BilevelProblem:
-        """Return the problem on a batch; None is all data, or the last batch."""
-        known = self.whole or self.current if batch is None else self.problem_on(module, batch)
-        if known is None:
-            raise RuntimeError(
-                f"`{type(module).__name__}.certify()` needs a training batch: call it after "
-                "`Trainer.fit` in the same process, or give it one, `certify(batch=...)`."
+    def shown_point(self, module: Any) -> tuple[Point, float | None, str]:
+        """Return the point in the module, its multiplier if the method has one, and its name."""
+        point, multiplier, step = module.point, self.multiplier, self.step
+        method = module._declared().method
+        if multiplier is None and not isinstance(step, StreamInfo):
+            multiplier = self.solver.multiplier
+        elif isinstance(step, StreamInfo) and method is not None and method.envelope is not None:
+            multiplier = float(step.multiplier) if multiplier is None else multiplier
+        iteration = self.solver.progress.iterations if step is None else step.iteration
+        name = self.shown or (f"the last iterate, iteration {iteration}" if iteration else "")
+        written = self.stamp is not None and not math.isclose(self.stamp, norm(torch.cat(point)))
+        if written and not self.shown:
+            name = f"weights that were written after iteration {iteration}, such as an average"
+        return point, multiplier, name
+
+    def proved_point(self, module: Any, envelope: Envelope) -> tuple[Point, float | None, str]:
+        """Return the point of the theorem likewise, or refuse a run that has none."""
+        kept = self.solver.proved
+        if kept is None:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}.certify(proved=True)` has no point to certify: "
+                f"{self.solver.unproved}."
             )
-        return known.problem
-
-    def has_moved(self, step: StepInfo) -> None:
-        """Keep the record of a step, which goes on from whatever was written into the module."""
-        self.step = step
-        self.last = self.multiplier = self.stamp = None
-        self.shown = ""
-
-    def point_name(self, norms: Tensor) -> str:
-        """Name the point in the module; the name is empty before the first iteration.
-
-        Args:
-            norms: Those of the parameters now.
-        """
-        iterations = self.solver.progress.iterations
-        if self.shown or iterations == 0:
-            return self.shown
-        if self.stamp is not None and not torch.equal(self.stamp, norms.to(self.stamp)):
-            return f"weights that were written after iteration {iterations}, such as an average"
-        return f"the last iterate, iteration {iterations}"
+        # Its bounds are those of the solver's own relaxation.
+        name = str(kept) if envelope == self.solver.envelope else kept.name
+        return (kept.x, kept.y), kept.multiplier, name
 
     def certify(
-        self,
-        module: Any,
-        batch: Any,
-        envelope: Envelope | None,
-        tolerance: float | None,
-        proved: bool,
-        sample: bool,
-        batches: int,
-        passes: int,
-    ) -> Certificate | None:
-        """Return what :meth:`BilevelMixin.certify` returns, in either mode."""
-        declared, stream = module._declared(), module.mini_batches
-        if stream is not None and module.batch_gradients is not None:
-            return None
-        # Monitors look at a sample: their curve needs one rho from beginning to end.
-        reachable = stream is not None and envelope is None and not sample
-        reachable = reachable and module.envelope != declared.envelope
-        envelope = envelope or module.envelope
-        if envelope is None:
-            return None
-        iteration = 0 if self.step is None else self.step.iteration
-        point, multiplier = module.point, self.multiplier
-        if stream is None:
-            problem, data = self.problem_to_certify(module, batch), ""
-            name = self.point_name(declared.norms())
-            multiplier = self.solver.multiplier if multiplier is None else multiplier
-        else:
-            problem, data = stream.evaluated(batch, sample, batches)
-            name = self.shown or f"the last iterate, step {iteration}"
-            tracked = declared.method is not None and declared.method.envelope is not None
-            if multiplier is None and tracked and isinstance(self.step, StreamInfo):
-                multiplier = float(self.step.multiplier)
-        if proved:
-            kept = self.solver.proved
-            if kept is None:
-                raise MisconfigurationException(
-                    f"`{type(module).__name__}.certify(proved=True)` has no point to certify: "
-                    f"{self.solver.unproved}."
-                )
-            # Its bounds are those of the solver's own relaxation.
-            name = str(kept) if envelope == self.solver.envelope else kept.name
-            point, multiplier, iteration = (kept.x, kept.y), kept.multiplier, 0
-        with nullcontext() if stream is None else stream.evaluating():
-            return self._certify(
-                problem,
-                point,
-                envelope,
-                iteration,
-                reachable=reachable,
-                multiplier=multiplier,
-                tolerance=tolerance,
-                qualification=declared.qualification,
-                kinks=declared.kinks(),
-                evaluated_on=data,
-                point=name,
-                passes=None if stream is None else passes,
-            )
-
-    def _certify(
         self,
         problem: BilevelProblem,
         point: Point,
         envelope: Envelope,
-        iteration: int,
         /,
         *,
         reachable: bool = False,
@@ -264,7 +236,6 @@ class Run:
             problem: f and g.
             point: x and y.
             envelope: The Moreau envelope.
-            iteration: The iteration of the run.
             reachable: Whether an envelope whose proximal point takes too many passes gives way to
                 one with a smaller rho.
             options: Those of :func:`~lightning_bilevel.core.certificate.certify`.
@@ -274,40 +245,82 @@ class Run:
             known, where, _, certificate = self.certificate
             if known == asked and all(map(torch.equal, where, point)):
                 return certificate
-        limit = options["passes"]
-        if limit is not None and options["tolerance"] is None:
-            options["tolerance"] = _MINI_BATCH_TOLERANCE
-        began = time.perf_counter()
-        found, searched = envelope, 0
+        began, before, found = time.perf_counter(), problem.calls, envelope
+        words, limit = options["evaluated_on"], options["passes"]
+        if limit is not None:
+            options["tolerance"] = options["tolerance"] or _MINI_BATCH_TOLERANCE
         if reachable:
-            calls = problem.calls
-            with problem.uncounted():
-                found = reachable_envelope(problem, *point, envelope)
-                searched = (problem.calls - calls).passes
+            found = reachable_envelope(problem, *point, envelope)
+        searched = (problem.calls - before).passes
         if found != envelope:
             # The multiplier of the solver belongs to its own envelope.
             options["multiplier"] = None
-            options["evaluated_on"] += (
+            words += (
                 f"; rho = {found.rho:.2g} from the curvature of g and delta = {found.delta:.2g} of "
                 f"the same meaning, because the solver's rho = {envelope.rho:g} would take too "
                 "many passes"
             )
         certificate = certify(problem, *point, found, start=self.start, **options)
-        words = certificate.evaluated_on
-        if limit is not None and certificate.tolerance > options["tolerance"]:
-            error = certificate.tolerance**2 / (2 * found.modulus)
-            words += (
-                f"; z to {certificate.tolerance:.1e} after {limit} passes, so R may be larger by "
-                f"{error:.1e}"
-            )
+        reached = certificate.tolerance
+        if limit is not None and reached > options["tolerance"]:
+            error = reached**2 / (2 * found.modulus)
+            words += f"; z to {reached:.1e} after {limit} passes, so R may be larger by {error:.1e}"
         certificate = replace(certificate, passes=searched + certificate.passes, evaluated_on=words)
         # All processes must hold the same time: it decides whether they evaluate the next
         # certificate, which they do together.
         self.seconds += problem.mean_over_ranks(time.perf_counter() - began, point[0])
+        iteration = 0 if self.step is None else self.step.iteration
         self.certificate = asked, point, iteration, certificate
         return certificate
 
     def __getstate__(self) -> dict[str, Any]:
         # Functions of a batch cannot be pickled. They are made again for the next batch.
-        dropped = ("functions", "current", "whole", "stamp", "certificate")
+        dropped = ("functions", "current", "whole", "certificate")
         return {**vars(self), **dict.fromkeys(dropped)}
+
+
+def module_functions(module: Any) -> ModuleFunctions:
+    """Return the losses of a bilevel module, with all its buffers protected."""
+    upper, lower = module._declared().levels
+    return ModuleFunctions(module, upper.parameters, lower.parameters, module.buffers())
+
+
+def check_automatic(trainer: Any) -> None:
+    """Refuse what works in automatic optimisation only; Lightning would advise to switch to it."""
+    clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    if clip or accumulated != 1:
+        raise MisconfigurationException(
+            f"`Trainer(gradient_clip_val={clip}, accumulate_grad_batches={accumulated})` does not "
+            "reach the steps of a bilevel solver. On mini-batches use "
+            "`declare(gradient_clip_val=..., accumulate=...)`; on all data let the loader yield "
+            "the larger batch, as `Chunks` if it does not fit into memory."
+        )
+
+
+def check_trainer(trainer: Any, solver: str) -> None:
+    """Refuse strategies and precisions that do not work with an exact run."""
+    # By type: DeepSpeed's strategy is a DDPStrategy to isinstance.
+    strategy = type(trainer.strategy)
+    if not issubclass(strategy, SingleDeviceStrategy) and strategy is not DDPStrategy:
+        raise MisconfigurationException(
+            f"`Trainer(strategy={strategy.__name__})` is not supported: a solver needs whole "
+            'vectors x and y, which this strategy cuts into pieces. Use `strategy="ddp"`, and '
+            "`Chunks` for a batch that is larger than memory."
+        )
+    if trainer.precision not in ("32-true", "64-true"):
+        raise MisconfigurationException(
+            f"`Trainer(precision={trainer.precision!r})` is not supported with {solver} on all "
+            "data: small differences of large numbers would be lost. Use 32-true or 64-true."
+        )
+
+
+def check_optimizer(module: LightningModule, optimizer: Any) -> None:
+    """Refuse automatic optimisation, and an optimizer (in Lightning's wrapper) of another kind."""
+    solver = getattr(optimizer, "optimizer", None)
+    if module.automatic_optimization or not isinstance(solver, BilevelOptimizer):
+        raise MisconfigurationException(
+            f"`{type(module).__name__}` must leave `automatic_optimization` at False, and its "
+            "`configure_optimizers` must return the solver of `super().configure_optimizers()`, or "
+            "a torch optimiser per level; then an own `configure_callbacks` must add to "
+            "`super().configure_callbacks()`."
+        )

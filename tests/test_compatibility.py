@@ -39,7 +39,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bilevel import (
     IVSP,
-    BilevelError,
     BilevelMixin,
     Box,
     CertificateMonitor,
@@ -204,16 +203,6 @@ class TestAveragedWeights:
         )
         assert module.last_step.iteration == 6
         assert module.certify().point.startswith("weights that were written after iteration 6")
-
-    def test_swa_with_batch_normalisation_is_refused(self, tmp_path: Path) -> None:
-        averaging = StochasticWeightAveraging(swa_lrs=[0.1, 0.1], swa_epoch_start=1)
-        with pytest.raises(
-            MisconfigurationException,
-            match=r"runs another epoch for the statistics of batch norm.*Use `WeightAveraging`",
-        ):
-            trainer(tmp_path, max_epochs=2, callbacks=[averaging], limit_val_batches=0).fit(
-                Streamed(), loaders()
-            )
 
 
 @pytest.mark.integration
@@ -423,16 +412,6 @@ class TestFrozen:
         ):
             fitted(tmp_path, callbacks=[Unfreeze()], steps=30)
 
-    def test_freezing_in_the_middle_of_a_run_is_refused(self, tmp_path: Path) -> None:
-        class Late(Callback):
-            def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-                pl_module.classifier.bias.requires_grad_(False)
-
-        with pytest.raises(
-            MisconfigurationException, match="frozen or unfrozen in the middle of a run"
-        ):
-            fitted(tmp_path, callbacks=[Late()])
-
     def test_a_level_that_is_frozen_whole_is_refused(self, tmp_path: Path) -> None:
         module = Weighting()
         module.classifier.requires_grad_(False)
@@ -443,7 +422,7 @@ class TestFrozen:
 
     def test_a_parameter_twice_in_a_level_is_refused(self) -> None:
         module = Weighting()
-        with pytest.raises(ValueError, match=r"declare\(lower=...\)` has a parameter twice"):
+        with pytest.raises(ValueError, match=r"declare\(lower=...\)` has .* or has one twice"):
             module.declare(
                 upper=module.logits,
                 lower=[module.classifier, module.classifier.weight],
@@ -737,17 +716,6 @@ def test_a_step_without_a_problem_is_refused(given: Any) -> None:
         TypeError, match=r"`IVSP.step` was given a (NoneType|float): it needs f and g"
     ):
         MILD(Weighting()._declared().groups()).step(lambda: given)
-
-
-def test_pruning_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
-    class Prune(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-            nn.utils.prune.l1_unstructured(pl_module.classifier, "weight", amount=0.5)
-
-    with pytest.raises(
-        BilevelError, match="'weight' of the module is no longer where it was when the run started"
-    ):
-        fitted(tmp_path, callbacks=[Prune()])
 
 
 class Collectives(SingleDeviceStrategy):

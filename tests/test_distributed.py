@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
-    SingleDeviceStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from modules import samples
@@ -27,9 +26,9 @@ from starting import Forked, gone, two_process_config
 from torch import Tensor
 
 from lightning_bilevel import BilevelProblem, Chunks
-from lightning_bilevel.checks import check_trainer
 from lightning_bilevel.core.chunks import as_chunks
 from lightning_bilevel.distributed import part_of
+from lightning_bilevel.run import check_trainer
 
 # In float32 a difference of gradients has three digits, and with them the constants that IVSP
 # chooses differ. What is shared is the sum of a pass, which no method sees: four of them stand for
@@ -59,7 +58,6 @@ def over_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:LuMei ended outer iteration")
-@pytest.mark.filterwarnings("ignore:The run ended on a sample")
 @pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_follow_the_path_of_one(
@@ -114,7 +112,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             "summed",
             (
                 r"`Summed.upper_loss` on the whole batch .* is not the mean of what it is on the "
-                r"parts of the processes, but"
+                r"parts of the processes \("
             ),
         ),
         (
@@ -128,22 +126,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         (
             "of all",
             (
-                r"`OfAll.lower_loss` on the whole batch .*, which fail here \(RuntimeError.*"
+                r"`OfAll.lower_loss` on the whole batch .* processes \(RuntimeError.*"
                 r"belongs to a sample by its number"
             ),
         ),
-        ("lengths", r"a batch with tensors of lengths 3, 21 cannot be split over processes"),
-        (
-            "lengths of one chunk",
-            r"a batch with tensors of lengths 3, 21 cannot be split over processes",
-        ),
-        (
-            "loaders",
-            (
-                r"`Weighting` was given different batches in different "
-                r"processes.*use_distributed_sampler=False"
-            ),
-        ),
+        ("loaders", r"be given the same batch, .*use_distributed_sampler=False"),
         (
             "nan",
             (
@@ -151,7 +138,6 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
                 r"function f returned a value nan"
             ),
         ),
-        ("drift", r"after outer iteration 2 the processes do not hold the same point"),
         ("same loaders", r"was given a batch with other values than the one before"),
     ],
 )
@@ -336,15 +322,6 @@ def test_sharded_strategies_are_refused(strategy: Any) -> None:
     with pytest.raises(
         MisconfigurationException,
         match=rf'strategy={strategy.__name__}.* cuts into pieces. Use `strategy="ddp"`',
-    ):
-        check_trainer(trainer, "IVSP")
-
-
-def test_a_device_without_float64_is_refused() -> None:
-    trainer = type("Fake", (), {"strategy": SingleDeviceStrategy(torch.device("mps"))})()
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"accelerator='mps'.* summed in float64, .* Use `accelerator='cpu'`",
     ):
         check_trainer(trainer, "IVSP")
 

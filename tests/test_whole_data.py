@@ -237,5 +237,7 @@ class TestMonitors:
 
 
 def test_units_are_rates_on_mini_batches() -> None:
-    with pytest.raises(ValueError, match="the rate of the level's optimiser takes its place"):
+    with pytest.raises(
+        ValueError, match="the rate of the level's optimiser takes the place of its unit"
+    ):
         Streamed(upper_unit=10.0)

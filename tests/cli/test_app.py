@@ -652,7 +652,6 @@ RUN = (
 
 @pytest.mark.integration
 # A few steps do not come to all data.
-@pytest.mark.filterwarnings("ignore:The run ended on a sample")
 @pytest.mark.usefixtures("_each_source_once")
 @pytest.mark.parametrize("name", RUN)
 def test_a_config_of_each_task_runs(

@@ -58,13 +58,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
         "Early stopping conditioned on metric `nothing`",
     ),
     ("seed_everything", "lucky", 2, 'Parser key "seed_everything"'),
-    ("ckpt_path", "/nowhere/run.ckpt", 1, "`ckpt_path='/nowhere/run.ckpt'`: there is no such file"),
+    ("ckpt_path", "/nowhere/run.ckpt", 1, "Checkpoint file not found: /nowhere/run.ckpt"),
     ("extra", 1, 2, "does not accept option 'extra'"),
 ]
 # What a declaration and a first step refuse; the other sentences are tested where they are made.
 MODULES: list[tuple[str, int, str]] = [
     ("OneLevel", 1, "No `training_step()` method defined"),
-    ("NoModule", 2, "does not correspond to a subclass of LightningModule"),
     ("NoUpperLoss", 1, "`NoUpperLoss` must define `upper_loss(batch)`"),
     ("Undeclared", 1, "`Undeclared` has not declared its levels: call `self.declare("),
     ("WrongBox", 1, "has 2 bounds, the variable has 3 coordinates"),

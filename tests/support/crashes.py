@@ -157,7 +157,7 @@ def state(folder: Path) -> dict[str, Any]:
     """What a run has come to; its checkpoint is whole, or this fails."""
     saved = torch.load(folder / "last.ckpt", weights_only=True)
     memory = saved["optimizer_states"][0]["state"]
-    memory["progress"].pop("optimization_time")
+    del memory["progress"]["optimization_time"]
     return {
         "parameters": saved["state_dict"],
         "memory": memory,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from modules import Weighting, samples
 from torch import Tensor
@@ -53,15 +53,6 @@ class Normalised(Weighting):
         return cross_entropy(self.classifier(inputs), batch[1])
 
 
-class Drifting(Callback):
-    """Changes the parameters of one process."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        if trainer.global_rank == 1:
-            with torch.no_grad():
-                pl_module.logits += 1e-6
-
-
 def data(**changes: Any) -> FullBatchDataModule:
     return FullBatchDataModule(
         **{"upper": samples(21, 1), "lower": samples(30, 2), "validation": samples(5, 3), **changes}
@@ -85,10 +76,6 @@ def trainer(**options: Any) -> Trainer:
     }
     limits = {"max_epochs": -1, "max_steps": 5, "log_every_n_steps": 2, "limit_val_batches": 0}
     return Trainer(accelerator="cpu", strategy="ddp", devices=2, **{**quiet, **limits, **options})
-
-
-def ragged() -> Any:
-    return (*samples(21, 1)[:2], torch.ones(3))
 
 
 class Failing(Weighting):
@@ -117,14 +104,8 @@ REFUSED: dict[str, Any] = {
     "positional": lambda: trainer().fit(Positional(), datamodule=data()),
     "of all": lambda: trainer().fit(OfAll(), datamodule=data()),
     "normalised": lambda: trainer().fit(Normalised(), datamodule=data()),
-    "lengths": lambda: trainer().fit(Weighting(), datamodule=data(upper=ragged())),
-    # The second process would be given the second chunk alone, which can be cut.
-    "lengths of one chunk": lambda: trainer().fit(
-        Weighting(), datamodule=data(upper=[ragged(), samples(30, 4)])
-    ),
     "loaders": lambda: trainer().fit(Weighting(), loaders()),
     "nan": lambda: trainer().fit(Failing("nan", 1), datamodule=data()),
-    "drift": lambda: trainer(callbacks=[Drifting()]).fit(Weighting(), datamodule=data()),
     # not refused: the same batches in all processes
     "same loaders": lambda: trainer(use_distributed_sampler=False, max_epochs=2).fit(
         Weighting(), loaders()

@@ -35,7 +35,7 @@ def fit(tmp_path: Path, *args: str, config: Path = SYNTHETIC / "ivsp.yaml") -> N
 def bare(module: Any, batch: Any, steps: int) -> list[Any]:
     """The steps that a Trainer would make, in a loop without one."""
     declared = module._declaration
-    solver = declared.solver(declared.groups())
+    solver = declared.new_solver()
     problem = module.bilevel_problem(batch)
     return [solver.step(problem=problem) for _ in range(steps)]
 

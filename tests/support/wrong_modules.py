@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bilevel import IVSP, BilevelMixin, BilevelModule, Box
+from lightning_bilevel import IVSP, BilevelModule, Box
 
 
 class Right(BilevelModule):
@@ -40,10 +40,6 @@ class NoUpperLoss(BilevelModule):
 
 class OneLevel(LightningModule):
     """Without the mixin."""
-
-
-class NoModule(BilevelMixin):
-    """Without LightningModule."""
 
 
 class Undeclared(Right):
