@@ -281,7 +281,7 @@ def declaring(**kwargs: Any) -> Any:
     [
         (
             declaring(upper="a", lower="a"),
-            "some parameters appear in more than one parameter group",
+            "parameters appear in more than one parameter group",
         ),
         (
             declaring(upper="none", lower="b"),

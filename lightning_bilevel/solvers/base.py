@@ -290,10 +290,7 @@ class BilevelOptimizer(Optimizer):
                 (a, b), (x, y) = state.units, (state.x, state.y)
                 step = math.hypot(norm(new.x - x) / a, norm(new.y - y) / b)
             if not math.isfinite(step):
-                sizes = f"{norm(state.x):.3g}, {norm(state.y):.3g}"
-                raise NonFiniteError(
-                    f"the step from norms {sizes} has the length {step}: make steps shorter."
-                )
+                raise NonFiniteError(f"the step has the length {step}: make steps shorter.")
         except BilevelError as error:
             where = f"{name} stopped in outer iteration {self.progress.iterations + 1}"
             raise type(error)(f"{where}: {error}") from error
@@ -339,10 +336,8 @@ class BilevelOptimizer(Optimizer):
                 )
             return run if problem is self._problem else run.moved(run.x, run.y)
         x, y = read(groups, problem)
-        if run is not None:
-            return run.moved(x, y)
-        upper, lower = (group["unit"] for group in groups)
-        return self.method.start(problem, x, y, (upper, lower))
+        units = groups[0]["unit"], groups[1]["unit"]
+        return self.method.start(problem, x, y, units) if run is None else run.moved(x, y)
 
     def _untouched(self) -> bool:
         """Whether nobody has written to the parameters since, but for writes through ``.data``."""

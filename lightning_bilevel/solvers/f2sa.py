@@ -157,9 +157,7 @@ class F2BAMethod(Method[FollowerState]):
             upper, f_y = problem.upper_y(s.x, y)
             y = follow(y, sigma * f_y + here.gradient(y), y_bar)
         if central and not norm(z - y) <= _FAR * (s.units[1] + norm(y)):
-            raise BilevelError(
-                f"the follower of -sigma f + g runs away. {_UNBOUNDED.format(sigma)}"
-            )
+            raise BilevelError(f"the follower of -sigma f + g ran away. {_UNBOUNDED.format(sigma)}")
         # x moves with both new followers.
         lower, gap_x = here.gap_x(y, z)
         d_x, weight = problem.upper_x(s.x, y), 1 / sigma
