@@ -279,7 +279,10 @@ def declaring(**kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (declaring(upper="a", lower="a"), r"a parameter is in both levels"),
+        (
+            declaring(upper="a", lower="a"),
+            "parameters appear in more than one parameter group",
+        ),
         (
             declaring(upper="none", lower="b"),
             r"`Nothing.declare\(upper=...\)` has no trainable parameter",

@@ -1,4 +1,4 @@
-"""What all methods share: constants, a state and a step; and the torch optimizer around them."""
+"""What all methods share: constants, a state, steps on g; and the torch optimizer around them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -21,15 +22,17 @@ from lightning_bilevel.core.errors import (
     LineSearchError,
     NonFiniteError,
 )
+from lightning_bilevel.core.lower import At, LowerLevel, vector
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
+from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.constants import Constants, Power
-from lightning_bilevel.solvers.levels import blocks, check_levels, flat, read, versions, write
+from lightning_bilevel.solvers.levels import blocks, by_level, check_dtypes, flat, read
 from lightning_bilevel.solvers.record import Progress, StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
-__all__ = ["BilevelOptimizer", "Method", "SolverCallable", "State", "Units"]
+__all__ = ["AheadState", "BilevelOptimizer", "Method", "SolverCallable", "State", "descend"]
 
 S = TypeVar("S", bound="State")
 Units = tuple[float, float]
@@ -84,6 +87,55 @@ class State:
     def load(cls: type[S], saved: dict[str, Any], x: Tensor, y: Tensor) -> S:
         """Return the state that :meth:`plain` has made plain, at the saved point (x, y)."""
         return cls(**{**saved, "units": tuple(saved["units"])}, x=x, y=y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadState(State):
+    """The state of a method that evaluates g at the new x, where its next iteration begins.
+
+    Attributes:
+        here: g(x, .); None at the start, after a load, and after a change from outside.
+    """
+
+    here: LowerLevel | None = None
+
+    UNSAVED: ClassVar[tuple[str, ...]] = (*State.UNSAVED, "here")
+
+    def moved(self, x: Tensor, y: Tensor) -> AheadState:
+        return replace(self, x=x, y=y, here=None)
+
+
+class Descent(NamedTuple):
+    r"""The end of some steps on g(x, .).
+
+    Attributes:
+        end: The last point.
+        first: The gradient at the first point.
+        lower: g at the point before the last step.
+        before: The last points before the projection, oldest first; the last of them leads to
+            ``end``.
+    """
+
+    end: Tensor
+    first: Tensor | None
+    lower: float
+    before: list[Tensor]
+
+
+def descend(
+    lower: LowerLevel, z: At, rate: float, steps: int, lower_set: ConvexSet, keep: int = 1
+) -> Descent:
+    r"""Repeat :math:`u = z - s \nabla_y g(x, z)`, :math:`z \leftarrow P_Y(u)`; keep the last u."""
+    first: Tensor | None = None
+    before: list[Tensor] = []
+    value = 0.0
+    for _ in range(steps):
+        value, slope = lower.value_and_gradient(z)
+        first = slope if first is None else first
+        u = vector(z) - rate * slope
+        z = lower_set.project(u)
+        before = [*before, u][-keep:]
+    return Descent(vector(z), first, value, before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +205,14 @@ class BilevelOptimizer(Optimizer):
         self.method = self.method_type(**constants)
         self.method.warn()
         groups = params.parameter_groups() if hasattr(params, "parameter_groups") else params
-        levels = check_levels(type(self).__name__, groups)
+        levels = by_level(type(self).__name__, groups)
         super().__init__(levels, {"unit": 1.0, "lr": self.method.lr_at(0)})
+        check_dtypes(type(self).__name__, self.param_groups)
         self.progress = Progress()
         self.run: Any = None
-        # The problem of the last step, and the versions of the parameters after it.
+        # The problem of the last step, and the memory and versions of the parameters after it.
         self._problem: BilevelProblem | None = None
-        self._versions: list[tuple[int, int]] = []
-        # Their memory: while it is held, no other tensor can have its address.
-        self._held: list[Tensor] = []
+        self._written: list[tuple[Tensor, int]] = []
 
     @property
     def constants(self) -> Constants:
@@ -239,18 +290,14 @@ class BilevelOptimizer(Optimizer):
                 (a, b), (x, y) = state.units, (state.x, state.y)
                 step = math.hypot(norm(new.x - x) / a, norm(new.y - y) / b)
             if not math.isfinite(step):
-                sizes = f"{norm(state.x):.3g}, {norm(state.y):.3g}"
-                raise NonFiniteError(
-                    f"the step from a point with norms {sizes} has the length {step}: make steps "
-                    "shorter."
-                )
+                raise NonFiniteError(f"the step has the length {step}: make steps shorter.")
         except BilevelError as error:
             where = f"{name} stopped in outer iteration {self.progress.iterations + 1}"
             raise type(error)(f"{where}: {error}") from error
-        write(self.param_groups, new.x, new.y)
-        self.run, self._problem = new, problem
-        self._versions = versions(self.param_groups)
-        self._held = [p.detach() for group in self.param_groups for p in group["params"]]
+        self.run, self._problem, self._written = new, problem, []
+        for parameter, block in blocks(self.param_groups, new.x, new.y):
+            parameter.copy_(block)
+            self._written.append((parameter.detach(), parameter._version))
         lr = self.method.lr_at(state.k) if info.lr is None else info.lr
         for group in self.param_groups:
             group["lr"] = lr
@@ -258,7 +305,8 @@ class BilevelOptimizer(Optimizer):
         # Processes agree on the time, so a time limit stops them in the same iteration.
         seconds = problem.mean_over_ranks(time.perf_counter() - began, new.x)
         self.progress = self.progress.after(info.inner_iterations, spent, problem.share, seconds)
-        return info.completed(
+        return replace(
+            info,
             iteration=self.progress.iterations,
             step=step,
             lr=lr,
@@ -279,62 +327,54 @@ class BilevelOptimizer(Optimizer):
     def _current(self, problem: BilevelProblem) -> Any:
         """Return the state at the parameters: the last one if nobody has changed anything."""
         groups, run = self.param_groups, self.run
-        if run is not None and self._versions == versions(groups):
-            if run.k % _COMPARED == 0:
-                self._check_written(run)
+        if run is not None and self._untouched():
+            pairs = blocks(groups, run.x, run.y)
+            if run.k % _COMPARED == 0 and not all(torch.equal(p, block) for p, block in pairs):
+                raise BilevelError(
+                    "parameters were written through `.data`, which the solver does not notice: "
+                    "write by `with torch.no_grad(): parameter.copy_(...)`."
+                )
             return run if problem is self._problem else run.moved(run.x, run.y)
         x, y = read(groups, problem)
-        if run is not None:
-            return run.moved(x, y)
-        upper, lower = (group["unit"] for group in groups)
-        return self.method.start(problem, x, y, (upper, lower))
+        units = groups[0]["unit"], groups[1]["unit"]
+        return self.method.start(problem, x, y, units) if run is None else run.moved(x, y)
 
-    def _check_written(self, run: State) -> None:
-        pairs = blocks(self.param_groups, run.x, run.y)
-        if not all(torch.equal(parameter, block) for parameter, block in pairs):
-            raise BilevelError(
-                "parameters were written through `.data`, which the solver does not notice: write "
-                "by `with torch.no_grad(): parameter.copy_(...)`."
-            )
+    def _untouched(self) -> bool:
+        """Whether nobody has written to the parameters since, but for writes through ``.data``."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return bool(self._written) and all(
+            p.is_set_to(memory) and p._version == version
+            for p, (memory, version) in zip(parameters, self._written, strict=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups, constants and the state of the run as plain data."""
         return {**super().state_dict(), "state": self._plain()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; the parameters are the module's."""
-        super().load_state_dict({**state_dict, "state": {}})
-        self._restore(state_dict["state"])
-
     def _plain(self) -> dict[str, Any]:
         run = None if self.run is None else self.run.plain()
         return {"constants": self.method.plain(), "progress": asdict(self.progress), "run": run}
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        like = self.param_groups[0]["params"][0]
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state": self._plain()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, of a pickle or of ``load_state_dict``; it has no parameters."""
+        super().__setstate__({**state, "state": defaultdict(dict)})
+        saved, like = state["state"], self.param_groups[0]["params"][0]
         self.method = self.method_type(**saved["constants"])
         self.progress = Progress(**saved["progress"])
-        self.run, self._problem, self._versions = None, None, []
+        self.run, self._problem, self._written = None, None, []
         if saved["run"] is not None:
             run = map_tensors(lambda t: t.detach().to(like, copy=True), saved["run"])
             self.run = self.method.state_type.load(run, *flat(self.param_groups))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "plain": self._plain()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        plain = state.pop("plain", None)
-        super().__setstate__(state)
-        if plain is not None:
-            self._restore(plain)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beyond the two levels, for example of a finetuning callback."""
         if len(self.param_groups) == 2:
             raise ValueError(
                 f"`{type(self).__name__}.add_param_group` cannot take parameters into a run whose "
-                "vectors x and y have a fixed length. Unfreeze them before `Trainer.fit`; to train "
-                "more, call it once more."
+                "vectors x and y have a fixed length. Unfreeze them before `Trainer.fit`."
             )
         super().add_param_group(param_group)
 
@@ -345,19 +385,12 @@ def _constructor(cls: type[BilevelOptimizer]) -> Any:
     def __init__(self: BilevelOptimizer, params: Any, **constants: Any) -> None:
         BilevelOptimizer.__init__(self, params, **constants)
 
-    hints = get_type_hints(cls.method_type)
-    kinds = inspect.Parameter
-    given: list[inspect.Parameter] = [
-        kinds("self", kinds.POSITIONAL_OR_KEYWORD),
-        kinds("params", kinds.POSITIONAL_OR_KEYWORD, annotation=Iterable[dict[str, Any]]),
-    ]
-    for f in fields(cls.method_type):
-        hint = hints[f.name]
-        hint = float | Power if hint is Power else hint
-        hint = hint | None if f.default is None else hint
-        given.append(kinds(f.name, kinds.KEYWORD_ONLY, default=f.default, annotation=hint))
-    __init__.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
-    __init__.__annotations__ = {p.name: p.annotation for p in given[1:]}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = inspect.Parameter("self", kind)
+    params = inspect.Parameter("params", kind, annotation=Iterable[dict[str, Any]])
+    given = [params, *cls.method_type.parameters()]
+    __init__.__signature__ = inspect.Signature([own, *given])  # type: ignore[attr-defined]
+    __init__.__annotations__ = {p.name: p.annotation for p in given}
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     return __init__
 

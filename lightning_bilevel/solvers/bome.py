@@ -8,9 +8,8 @@ from typing import Literal
 from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import dot
-from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, descend
 from lightning_bilevel.solvers.constants import choice, positive, whole
-from lightning_bilevel.solvers.descent import descend
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["BOME", "BOMEMethod"]

@@ -6,9 +6,10 @@ The signature of a solver, its YAML and the checkpoint read the same fields.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import Any
+from inspect import Parameter
+from typing import Any, get_type_hints
 
 __all__ = [
     "Constants",
@@ -46,10 +47,6 @@ class Power:
         return float(self.initial * (k + 1) ** self.power)
 
 
-class _Refused(Exception):
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """The constants of a method; a value that breaks the condition of its field is refused."""
@@ -57,13 +54,12 @@ class Constants:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if "convert" not in f.metadata or (value is None and f.default is None):
+            if "holds" not in f.metadata or (value is None and f.default is None):
                 continue
-            try:
-                object.__setattr__(self, f.name, f.metadata["convert"](value))
-            except _Refused:
+            if not f.metadata["holds"](value):
                 words = f.metadata["words"] + (", or None" if f.default is None else "")
-                raise ValueError(f"`{self.name}({f.name}={value!r})` must be {words}.") from None
+                raise ValueError(f"`{self.name}({f.name}={value!r})` must be {words}.")
+            object.__setattr__(self, f.name, f.metadata["kept"](value))
 
     @property
     def name(self) -> str:
@@ -72,6 +68,15 @@ class Constants:
 
     def warn(self) -> None:
         """Warn of constants that the method runs with, but without its guarantee."""
+
+    @classmethod
+    def parameters(cls) -> Iterator[Parameter]:
+        """Yield the constants as the parameters of a signature."""
+        hints = get_type_hints(cls)
+        for f in fields(cls):
+            hint = float | Power if hints[f.name] is Power else hints[f.name]
+            hint = hint | None if f.default is None else hint
+            yield Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hint)
 
     def plain(self) -> dict[str, Any]:
         """Return the constants as plain values, from which a checkpoint makes them again."""
@@ -97,50 +102,40 @@ def between(default: float, low: float, high: float) -> Any:
 
 def whole(default: int | None, least: int = 1) -> Any:
     """Take a whole number; 2.0 is one too."""
-
-    def convert(value: Any) -> int:
-        if not _is_number(value) or not value == int(value) >= least:
-            raise _Refused
-        return int(value)
-
     words = "a positive whole number" if least else "a whole number of at least 0"
-    return field(default=default, metadata={"convert": convert, "words": words})
+    return _number(default, lambda v: v == int(v) >= least, words, int)
 
 
 def choice(default: Any, *values: Any) -> Any:
     """Take one of a few values."""
-
-    def convert(value: Any) -> Any:
-        if value not in values:
-            raise _Refused
-        return value
-
-    words = " or ".join(repr(value) for value in values)
-    return field(default=default, metadata={"convert": convert, "words": words})
+    return _field(default, lambda v: v in values, " or ".join(map(repr, values)))
 
 
 def schedule(default: float | Power) -> Any:
     """Take a positive number, a :class:`Power` or the pair (initial, power); keep a Power."""
 
-    def convert(value: Any) -> Power:
-        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-            value = Power(*value)  # a list in YAML
-        power = value if isinstance(value, Power) else Power(value)
-        if not (_is_number(power.initial) and power.initial > 0 and _is_number(power.power)):
-            raise _Refused
-        return Power(float(power.initial), float(power.power))
+    def holds(value: Any) -> bool:
+        given = _power(value)
+        return _is_number(given.initial) and given.initial > 0 and _is_number(given.power)
 
     words = "positive and finite, a `Power`, or the pair (initial, power)"
-    return field(default=default, metadata={"convert": convert, "words": words})
+    return _field(default, holds, words, _power)
 
 
-def _number(default: float | None, holds: Callable[[float], bool], words: str) -> Any:
-    def convert(value: Any) -> Any:
-        if not _is_number(value) or not holds(value):
-            raise _Refused
-        return value
+def _power(value: Any) -> Power:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        return Power(*value)  # a list in YAML
+    return value if isinstance(value, Power) else Power(value)
 
-    return field(default=default, metadata={"convert": convert, "words": words})
+
+def _number(
+    default: float | None, holds: Callable[[float], bool], words: str, kept: Any = lambda v: v
+) -> Any:
+    return _field(default, lambda v: _is_number(v) and holds(v), words, kept)
+
+
+def _field(default: Any, holds: Callable[[Any], bool], words: str, kept: Any = lambda v: v) -> Any:
+    return field(default=default, metadata={"holds": holds, "words": words, "kept": kept})
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["blocks", "check_levels", "flat", "read", "versions", "write"]
+__all__ = ["blocks", "by_level", "check_dtypes", "flat", "read"]
 
 Groups = list[dict[str, Any]]
 
@@ -44,12 +44,6 @@ def _projected(v: Tensor, feasible: Any, level: str) -> Tensor:
     return projected
 
 
-def write(groups: Groups, x: Tensor, y: Tensor) -> None:
-    """Copy x and y into the parameters."""
-    for parameter, block in blocks(groups, x, y):
-        parameter.copy_(block)
-
-
 def blocks(groups: Groups, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parameters, each with its part of x or y."""
     for group, vector in zip(groups, (x, y), strict=True):
@@ -58,13 +52,8 @@ def blocks(groups: Groups, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tenso
             yield parameter, part.view_as(parameter)
 
 
-def versions(groups: Groups) -> list[tuple[int, int]]:
-    """Return what changes when somebody writes to a parameter, but for writes through ``.data``."""
-    return [(p._version, p.data_ptr()) for group in groups for p in group["params"]]
-
-
-def check_levels(name: str, params: Iterable[dict[str, Any]]) -> Groups:
-    """Return the groups of the upper and the lower level, or refuse what no solver can take."""
+def by_level(name: str, params: Iterable[dict[str, Any]]) -> Groups:
+    """Return the groups of the upper and the lower level, in this order."""
     groups = list(params)
     levels = [group.get("level") if isinstance(group, dict) else None for group in groups]
     if levels not in (["upper", "lower"], ["lower", "upper"]):
@@ -73,23 +62,16 @@ def check_levels(name: str, params: Iterable[dict[str, Any]]) -> Groups:
             '[{"params": [...], "level": "upper"}, {"params": [...], "level": "lower"}].'
         )
     # Lightning's LearningRateMonitor calls a rate by the name of its group.
-    by_level = {
-        level: {"name": level, **group, "params": _as_list(group["params"])}
-        for level, group in zip(levels, groups, strict=True)
-    }
-    ordered = [by_level["upper"], by_level["lower"]]
-    if {id(p) for p in ordered[0]["params"]} & {id(p) for p in ordered[1]["params"]}:
-        raise ValueError(f"`{name}(params)`: a parameter is in both levels; each belongs to one.")
-    kinds = {(p.dtype, p.device) for group in ordered for p in group["params"]}
+    ordered = groups if levels[0] == "upper" else groups[::-1]
+    return [{"name": group["level"], **group} for group in ordered]
+
+
+def check_dtypes(name: str, groups: Groups) -> None:
+    """Refuse half precision, which does not resolve the gap, a small difference of large values."""
+    kinds = {(p.dtype, p.device) for group in groups for p in group["params"]}
     if len(kinds) != 1 or not {torch.float32, torch.float64} & {dtype for dtype, _ in kinds}:
         told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ValueError(
             f"`{name}(params)` has parameters of {told}: only float32 and float64 are supported, "
-            "in one dtype and on one device. Half precision does not resolve the Moreau gap, a "
-            "small difference of large numbers."
+            "in one dtype and on one device."
         )
-    return ordered
-
-
-def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)

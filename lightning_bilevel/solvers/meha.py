@@ -14,9 +14,8 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.prox import projected_step, slope_of_psi
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.solvers.base import BilevelOptimizer, Method, Units
+from lightning_bilevel.solvers.base import AheadState, BilevelOptimizer, Method, Units
 from lightning_bilevel.solvers.constants import Power, choice, positive, schedule
-from lightning_bilevel.solvers.descent import AheadState
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["MEHA", "MEHAMethod", "PNGBiO", "PNGBiOMethod"]

@@ -9,9 +9,8 @@ from torch import Tensor
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
+from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, descend
 from lightning_bilevel.solvers.constants import Power, positive, schedule, whole
-from lightning_bilevel.solvers.descent import descend
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["VPBGD", "PBGDFree", "PBGDFreeMethod", "VPBGDMethod"]
@@ -169,7 +168,7 @@ class PBGDFree(BilevelOptimizer):
     Notes:
         The updates are those of the authors' code and of the paper's opening. For their SVM, whose
         f has no x, the authors add a term in x to f. The paper's ALT-PBGD, which has the left-out
-        gradient, is :class:`~lightning_bilevel.solvers.f2ba.F2BA` with :math:`\sigma = 1/\gamma`.
+        gradient, is :class:`~lightning_bilevel.solvers.f2sa.F2BA` with :math:`\sigma = 1/\gamma`.
         Projections are the natural insertion for constrained levels.
     """
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_bilevel.core.lower import LowerPoint
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.solvers.base import BilevelOptimizer, Method, Units
+from lightning_bilevel.solvers.base import AheadState, BilevelOptimizer, Method, Units, descend
 from lightning_bilevel.solvers.constants import choice, nonnegative, positive, whole
-from lightning_bilevel.solvers.descent import AheadState, descend
 from lightning_bilevel.solvers.record import StepInfo
 
 __all__ = ["SLM", "SLMMethod"]

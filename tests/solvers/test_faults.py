@@ -258,12 +258,7 @@ def test_a_step_to_infinity_is_not_taken() -> None:
         lambda x, y: 1e30 * (x.sum() + y.sum()), lambda x, y: 1e-3 * (y - x).sum()
     )
     optimizer = SOLVERS["bome"].make(xi=1e20)(groups(torch.zeros(1), torch.zeros(2)))
-    with pytest.raises(
-        NonFiniteError,
-        match=(
-            "stopped in outer iteration 1: the step from a point with norms 0, 0 has the length inf"
-        ),
-    ):
+    with pytest.raises(NonFiniteError, match="in outer iteration 1: the step has the length inf"):
         optimizer.step(problem=problem)
     assert all(bool(vector.isfinite().all()) for vector in point_of(optimizer))
 

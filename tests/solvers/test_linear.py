@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bilevel.solvers.hypergradient import (
+from lightning_bilevel.solvers.aid import (
+    AdjointState,
+    AIDMethod,
+    SOBAMethod,
     conjugate_gradients,
     fixed_point,
     nonpositive,
-    warn_once,
 )
 
 EPS = 1e-13
@@ -121,19 +123,25 @@ def test_the_sign_of_a_curvature_below_rounding_does_not_count() -> None:
     assert nonpositive(0 * p, 0 * p, EPS) is None
 
 
+def adjoint(unit: float = 1.0, indefinite: bool = False) -> AdjointState:
+    y = torch.zeros(1)
+    return AdjointState(x=y, y=y, units=(1.0, unit), indefinite=indefinite)
+
+
 def test_the_warning_comes_once() -> None:
+    method = AIDMethod(damping=0.5)
     with pytest.warns(UserWarning, match="`AID` met the curvature -2 along a direction") as told:
-        assert warn_once("AID", False, -2.0, 0.5, "It stops.")
+        assert method.warned(adjoint(), -2.0, "It stops.")
     text = str(told[0].message)
     assert "with `damping=0.5`: g(x, .) is not strongly convex" in text
     assert "It stops. A `damping` above 2.5 makes it positive" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert warn_once("AID", True, -2.0, 0.5, "It stops.")
-        assert not warn_once("AID", False, None, 0.5, "It stops.")
-        assert warn_once("AID", True, None, 0.5, "It stops.")
+        assert method.warned(adjoint(indefinite=True), -2.0, "It stops.")
+        assert not method.warned(adjoint(), None, "It stops.")
+        assert method.warned(adjoint(indefinite=True), None, "It stops.")
 
 
 def test_a_curvature_is_told_in_the_unit_of_y_like_the_damping() -> None:
     with pytest.warns(UserWarning, match=r"the curvature -8 .* A `damping` above 8\.5 makes it"):
-        warn_once("SOBA", False, -2.0, 0.5, "It may diverge.", 2.0)
+        SOBAMethod(damping=0.5).warned(adjoint(unit=2.0), -2.0, "It may diverge.")
