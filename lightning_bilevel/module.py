@@ -21,8 +21,7 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.levels import Declaration, Declared, Level, Sets
-from lightning_bilevel.mini_batches import MiniBatches
-from lightning_bilevel.optimizers import default_optimizers
+from lightning_bilevel.mini_batches import MiniBatches, default_optimizers
 from lightning_bilevel.run import RESTORED, Run
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
