@@ -28,9 +28,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bilevel import IVSP, FullBatchDataModule, HyperCleaning
+from lightning_bilevel import IVSP, FullBatchDataModule, HyperCleaning, TableRMS
 from lightning_bilevel.modules.networks import MLP
-from lightning_bilevel.stochastic import StreamingIVSP, TableRMS
+from lightning_bilevel.stochastic import StreamingIVSP
 
 SAMPLES = 4000
 JOINT_BATCH = 512

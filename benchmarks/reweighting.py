@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bilevel import BilevelModule
-from lightning_bilevel.stochastic import F2SA, Method, StreamingIVSP, TableRMS
+from lightning_bilevel import BilevelModule, TableRMS
+from lightning_bilevel.stochastic import F2SA, Method, StreamingIVSP
 
 BATCH = 256
 # Images, labels and the numbers of the samples.

@@ -48,10 +48,11 @@ from lightning_bilevel import (
     Reweighting,
     SampleWeights,
     SourceWeights,
+    TableRMS,
 )
 from lightning_bilevel.modules.networks import MLP
 from lightning_bilevel.modules.reweighting import detection
-from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP
 from lightning_bilevel.stochastic import Method as Stochastic
 
 DATA = {"digits": DigitsCleaning, "mnist": MNISTCleaning, "fashion_mnist": FashionMNISTCleaning}

@@ -56,6 +56,7 @@ from lightning_bilevel.modules import Reweighting as Reweighting
 from lightning_bilevel.modules import SampleWeights as SampleWeights
 from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.modules import SourceWeights as SourceWeights
+from lightning_bilevel.modules import TableRMS as TableRMS
 from lightning_bilevel.modules import WeightNet as WeightNet
 from lightning_bilevel.modules.reweighting import missed_errors as missed_errors
 from lightning_bilevel.solvers import AID as AID

@@ -1,31 +1,33 @@
-"""A run on mini-batches, as Lightning's hooks see it: start, schedulers, logging, resume."""
+"""A run on mini-batches, as Lightning sees it: optimisers, schedulers, logging, resume."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.levels import check_all_declared, check_batch
-from lightning_bilevel.optimizers import Schedulers, by_level
+from lightning_bilevel.levels import Declaration, check_all_declared, check_batch
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA
-from lightning_bilevel.stochastic.shadow import Shadow, copy_optimizer
+from lightning_bilevel.stochastic.shadow import Shadow
 from lightning_bilevel.stochastic.step import Step, wide
 from lightning_bilevel.whole_data import Data, gathered, kept, problem_on
 
-__all__ = ["MiniBatches"]
+__all__ = ["MiniBatches", "default_optimizers"]
 
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
@@ -46,13 +48,11 @@ class MiniBatches(Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
-        self._random: list[Tensor] | None = None
         self._watched = False
-        self._schedulers = Schedulers()
         # The batches of the epoch after which those that monitor a metric are still to step.
         self._moved = 0
         self._sample: list[Any] = []
-        self._known: tuple[tuple[bool, int], BilevelProblem, str] | None = None
+        self._known: tuple[tuple[int, int], BilevelProblem, str] | None = None
         self._loaders: Any = None
 
     @property
@@ -65,25 +65,13 @@ class MiniBatches(Callback):
         """How far the run has come."""
         step = self._running()
         inner = step.k * step.module.inner_iterations
-        return Progress(step.k, inner, PASSES * step.k * step.options.accumulate, step.seconds)
+        return Progress(step.k, inner, optimization_time=step.seconds)
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
         """The constants of the method, for loggers."""
         constants = vars(self._running().method)
         return {name: c for name, c in constants.items() if isinstance(c, (int, float))}
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the metrics of schedulers, which Lightning drops in manual optimisation."""
-        own = pl_module.configure_optimizers
-
-        def configure_optimizers() -> Any:
-            vars(pl_module)["configure_optimizers"] = own
-            return self._schedulers.without_metrics(own())
-
-        if stage == "fit":
-            vars(pl_module)["configure_optimizers"] = configure_optimizers
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -99,38 +87,37 @@ class MiniBatches(Callback):
         declared = pl_module._declared()
         declared.resolve()
         check_all_declared(pl_module, declared)
-        self._schedulers.start(pl_module)
-        upper, lower = by_level(pl_module, declared)
-        y = declared.lower.parameters
-        shadow = Shadow(y, _written_buffers(pl_module, y))
-        copies = dict(zip(y, shadow.z, strict=True))
+        for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
+            if isinstance(scheduler, ReduceLROnPlateau) and not hasattr(scheduler, "monitor"):
+                raise MisconfigurationException(
+                    "Lightning drops the `monitor` of a scheduler in manual optimisation: take "
+                    '`lightning.pytorch.cli.ReduceLROnPlateau(optimizer, monitor="val_loss")`.'
+                )
+        upper, lower = _by_level(pl_module, declared)
         self.step = Step(
             module=pl_module,
             method=declared.method or F2SA(),
             options=declared.options,
             upper=declared.upper.parameters,
-            shadow=shadow,
+            shadow=Shadow(pl_module, declared.lower.parameters),
             sets=(declared.upper.feasible, declared.lower.feasible),
             upper_optimizers=upper,
             lower_optimizers=lower,
-            shadow_optimizers=[copy_optimizer(o.optimizer, copies) for o in lower],
         )
         if self._saved is not None:
             self.step.load(self._saved)
             # Before the loaders start, because they draw the order of the samples.
-            self._random = self._saved["random"]
-            _restore_random_state(pl_module.device, self._random)
-            self._saved = None
+            _restore_random_state(pl_module.device, self._saved["random"])
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # In the middle of an epoch the loaders had started before the state was saved.
-        if self._random is not None and batch_idx > 0:
-            _restore_random_state(pl_module.device, self._random)
-        self._random = None
-        self._step_plateaus(pl_module)
+        if self._saved is not None and batch_idx > 0:
+            _restore_random_state(pl_module.device, self._saved["random"])
+        self._saved = None
+        self._step_monitoring()
 
     def training_step(self, module: Any, batch: Any, batch_idx: int) -> StreamInfo:
         """Evaluate a batch, step the schedulers, and log at the interval; return the record."""
@@ -142,10 +129,10 @@ class MiniBatches(Callback):
             self._sample.append(move_data_to_device(batch, "cpu"))
         last: bool = trainer.is_last_batch
         if moved:
-            self._schedulers.step(module, "step", batch_idx + 1)
+            self._step_schedulers("step", batch_idx + 1)
             self._moved = batch_idx + 1
         if last:
-            self._schedulers.step(module, "epoch", trainer.current_epoch + 1)
+            self._step_schedulers("epoch", trainer.current_epoch + 1)
         # They are tensors until somebody reads them.
         known: Any = numbers
         gap: Any = wide(numbers.lower) - wide(numbers.inner)
@@ -172,16 +159,11 @@ class MiniBatches(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step is None:
             return
-        if self.step.k == 0 and self.step.skipped[0] == 0 and self.step.first:
-            raise MisconfigurationException(
-                f"`{type(pl_module).__name__}` made no step in a whole epoch: its loaders must "
-                "yield batches."
-            )
         # An evaluation after the run takes their place in the Trainer.
         self._loaders = trainer.train_dataloader
-        self._step_plateaus(pl_module)
+        self._step_monitoring()
         if trainer.is_last_batch and not trainer.fit_loop.restarting:
-            self._schedulers.step(pl_module, "epoch", trainer.current_epoch + 1, plateau=True)
+            self._step_schedulers("epoch", trainer.current_epoch + 1, monitoring=True)
 
     def evaluated(self, batch: Any, sample: bool, batches: int) -> tuple[BilevelProblem, str]:
         """Return f and g on the data of a certificate, and what these are.
@@ -195,11 +177,10 @@ class MiniBatches(Callback):
         if batch is not None:
             check_batch(type(module).__name__, batch)
             return problem_on(module, Data(batch, "the given batch"))
-        sample = sample and bool(self._sample)
-        asked = sample, len(self._sample) if sample else batches
+        asked = len(self._sample) if sample else 0, batches
         if self._known is None or self._known[0] != asked:
-            trainer, loaders = module.trainer, self._loaders
-            data = kept(self._sample) if sample else gathered(trainer, batches, loaders)
+            first = self._sample[: asked[0]]
+            data = kept(first) if first else gathered(module.trainer, batches, self._loaders)
             # The same problem again, so that a certificate of the same point is known.
             self._known = asked, *problem_on(module, data)
         return self._known[1:]
@@ -233,26 +214,80 @@ class MiniBatches(Callback):
         assert self.step is not None
         return self.step
 
-    def _step_plateaus(self, module: Any) -> None:
+    def _step_schedulers(self, interval: str, count: int, *, monitoring: bool = False) -> None:
+        """Step the schedulers of an interval, as Lightning does under automatic optimisation.
+
+        Args:
+            interval: ``"step"`` or ``"epoch"``.
+            count: The number of batches of the epoch, or of epochs, so far.
+            monitoring: Whether those that monitor a metric, or the others.
+        """
+        module = self._running().module
+        known = module.trainer.callback_metrics
+        for config in module.trainer.lr_scheduler_configs:
+            # That of Lightning's `ReduceLROnPlateau`.
+            monitor = getattr(config.scheduler, "monitor", None)
+            asked = config.interval == interval and (monitor is not None) is monitoring
+            if not asked or count % config.frequency:
+                continue
+            if monitoring and monitor not in known:
+                raise MisconfigurationException(
+                    f"the scheduler monitors {monitor!r}, which is not logged yet; there are "
+                    f"{', '.join(sorted(known))}."
+                )
+            module.lr_scheduler_step(config.scheduler, known[monitor] if monitoring else None)
+
+    def _step_monitoring(self) -> None:
         """Step the schedulers that monitor a metric, after a validation that followed the step."""
         if self._moved:
-            self._schedulers.step(module, "step", self._moved, plateau=True)
+            self._step_schedulers("step", self._moved, monitoring=True)
             self._moved = 0
 
 
-def _written_buffers(module: nn.Module, lower: list[nn.Parameter]) -> list[Tensor]:
-    """Return the buffers that evaluations of the lower level may write to.
+def default_optimizers(declared: Declaration) -> list[dict[str, Any]]:
+    """Return the optimisers and schedulers that were declared, for ``configure_optimizers``."""
+    usual = partial(AdamW, lr=1e-2, weight_decay=0.0), partial(AdamW, lr=1e-4)
+    made: list[dict[str, Any]] = []
+    for level, given, other, schedule in zip(
+        declared.levels, declared.optimizers, usual, declared.schedulers, strict=True
+    ):
+        optimizer = (given or other)(level.parameters)
+        made.append({"optimizer": optimizer})
+        if schedule is not None:
+            scheduler = schedule(optimizer)
+            interval = "epoch" if isinstance(scheduler, ReduceLROnPlateau) else "step"
+            made[-1]["lr_scheduler"] = {"scheduler": scheduler, "interval": interval}
+    return made
 
-    These are the running statistics of all layers, and every buffer of a layer that has a
-    lower-level parameter.
+
+def _by_level(module: Any, declared: Declaration) -> tuple[list[Any], list[Any]]:
+    """Return the module's optimisers of x and of y, in Lightning's wrapper.
+
+    Whose an optimiser is, is known by its parameters. A lower level that is solved on each batch
+    has none.
     """
-    own = set(lower)
-    return [
-        buffer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase) or not own.isdisjoint(layer.parameters(recurse=False))
-        for buffer in layer.buffers(recurse=False)
+    call, found = f"{type(module).__name__}.configure_optimizers", module.optimizers()
+    optimizers = found if isinstance(found, list) else [found]
+    solved = module.batch_gradients is not None
+    owned = [
+        {p for group in wrapped.param_groups for p in group["params"] if p.requires_grad}
+        for wrapped in optimizers
     ]
+    upper, lower = (
+        [o for o, own in zip(optimizers, owned, strict=True) if own and own <= {*level.parameters}]
+        for level in declared.levels
+    )
+    if len(upper) + len(lower) < len(optimizers) or not upper or not (lower or solved):
+        names = ", ".join(type(wrapped.optimizer).__name__ for wrapped in optimizers)
+        raise MisconfigurationException(
+            f"`{call}` returned {names}: {len(upper)} with parameters of the "
+            f"upper level alone, {len(lower)} of the lower. Each belongs to one level:\n"
+            "    return AdamW(upper_parameters, lr=1e-2), AdamW(lower_parameters, lr=1e-4)"
+        )
+    trained = declared.upper.parameters if solved else declared.parameters
+    if left := set(trained).difference(*owned):
+        rank_zero_warn(f"{len(left)} parameters are in no optimiser of `{call}`: they stay.")
+    return upper, lower
 
 
 def _generators(device: torch.device) -> list[Any]:

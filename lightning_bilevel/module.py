@@ -22,11 +22,10 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.levels import Declaration, Declared, Level, Sets, check_all_declared
-from lightning_bilevel.mini_batches import MiniBatches
-from lightning_bilevel.optimizers import default_optimizers
+from lightning_bilevel.mini_batches import MiniBatches, default_optimizers
 from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.levels import flat, write
+from lightning_bilevel.solvers.levels import blocks, flat
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.stochastic.step import Method, Options
@@ -239,7 +238,8 @@ class BilevelMixin(LightningModule):
     @point.setter
     def point(self, point: tuple[Tensor, Tensor]) -> None:
         with torch.no_grad():
-            write(self.parameter_groups(), *point)
+            for parameter, block in blocks(self.parameter_groups(), *point):
+                parameter.copy_(block)
         self._run.shown = "a point that was written into the module"
 
     def restore(

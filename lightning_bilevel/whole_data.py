@@ -53,8 +53,7 @@ def gathered(trainer: Any, batches: int, loaders: Any = None) -> Data:
         loaders: Its training loaders, which a Trainer that has evaluated since does not know.
     """
     loaders = trainer.train_dataloader if loaders is None else loaders
-    if trainer.limit_train_batches != 1.0:
-        batches = int(min(batches, trainer.num_training_batches))
+    batches = min(batches, trainer.num_training_batches)
     # Either one loader for each level, or one that yields both.
     apart = isinstance(loaders, Mapping) and set(LEVELS) <= set(loaders)
     parts: dict[str, list[Any]] = {level: [] for level in LEVELS}
@@ -70,18 +69,20 @@ def gathered(trainer: Any, batches: int, loaders: Any = None) -> Data:
             if apart:
                 # The hooks of the module may look at both: a level at its end shows its last part.
                 shown |= {name: part for name, part in fresh.items() if part is not None}
-            batch = _transferred(trainer, dict(shown) if apart else fresh)
+            # As training does.
+            batch = trainer.precision_plugin.convert_input(dict(shown) if apart else fresh)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             for level in there:
                 part = move_data_to_device(batch[level], "cpu")
                 parts[level].append(part)
                 sizes[level] += sum(t.numel() * t.element_size() for t in tensors(part))
-    for level in LEVELS:
-        if not parts[level]:
-            raise MisconfigurationException(
-                f"the training loader of the {level} level yields nothing when it is gone through "
-                "once more, for the certificate: a loader must start again at each `iter`. Give "
-                "the data yourself, `certify(batch=...)`."
-            )
+    if not all(parts.values()):
+        raise MisconfigurationException(
+            "the training loader of a level yields nothing when it is gone through once more, for "
+            "the certificate: a loader must start again at each `iter`. Give the data yourself, "
+            "`certify(batch=...)`."
+        )
     complete = trainer.strategy.reduce_boolean_decision(complete, all=True)
     what = "all data" if complete else f"a sample, the first {batches} batches or 1 GiB of a level"
     return Data({level: _chunks(parts[level]) for level in LEVELS}, what)
@@ -92,9 +93,7 @@ def problem_on(module: Any, data: Data) -> tuple[BilevelProblem, str]:
     trainer, declared = module.trainer, module._declared()
     functions = _OnDevice(module, declared.upper.parameters, declared.lower.parameters)
     problem = problem_of(functions, data.batch, declared.upper.feasible, declared.lower.feasible)
-    chunks = [as_chunks(data.batch[level]).batches for level in LEVELS]
-    # What has no dimension is one sample.
-    counts = [sum(samples_in(chunk) or 1 for chunk in its) for its in chunks]
+    counts = [sum(_sizes(as_chunks(data.batch[level]).batches)) for level in LEVELS]
     processes = ""
     if trainer.world_size > 1:
         mine, device = counts, trainer.strategy.root_device
@@ -113,14 +112,12 @@ class _OnDevice(ModuleFunctions):
         return super().call(method, chunk, *args[1:], **point)
 
 
-def _transferred(trainer: Any, batch: Any) -> Any:
-    """Return a batch after the hooks that training lets it go through."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
 def _chunks(parts: list[Any]) -> Chunks:
     flat = [chunk for part in parts for chunk in as_chunks(part).batches]
-    counted = all(samples_in(chunk) for chunk in flat)
-    return Chunks(flat, None if counted else [1 / len(flat)] * len(flat))
+    sizes = _sizes(flat)
+    return Chunks(flat, [size / sum(sizes) for size in sizes])
+
+
+def _sizes(chunks: list[Any]) -> list[int]:
+    """Return the samples of each chunk; what has no dimension is one."""
+    return [samples_in(chunk) or 1 for chunk in chunks]

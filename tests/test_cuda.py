@@ -20,9 +20,9 @@ from torch import Tensor
 from lightning_bilevel import (
     Envelope,
     LastCheckpoint,
+    TableRMS,
     certify,
 )
-from lightning_bilevel.stochastic import TableRMS
 
 pytestmark = [
     pytest.mark.cuda,

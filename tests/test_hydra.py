@@ -10,8 +10,8 @@ import pytest
 import yaml
 from places import ROOT
 
-from lightning_bilevel import MEHA
-from lightning_bilevel.stochastic import F2SA, TableRMS
+from lightning_bilevel import MEHA, TableRMS
+from lightning_bilevel.stochastic import F2SA
 
 hydra = pytest.importorskip("hydra.utils", reason="Hydra is not installed")
 omegaconf = pytest.importorskip("omegaconf")

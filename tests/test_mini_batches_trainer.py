@@ -17,11 +17,12 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from lightning_bilevel import BilevelModule, Envelope
 from lightning_bilevel.stochastic import DARTS, F2BA, F2SA, MEHA, SOBA, VPBGD, Method, StreamingIVSP
@@ -270,9 +271,8 @@ def test_hooks_without_super_resume_bit_for_bit(at: str, accumulate: int, tmp_pa
             above = SGD([self.logits], lr=100.0, momentum=0.5)
             weights, biases = self.network[0].weight, self.network[6].parameters()
             one, two = AdamW([weights, *self.network[1].parameters()]), SGD(biases, lr=0.1)
-            plateau = ReduceLROnPlateau(above, patience=0)
             return [above, one, two], [
-                {"scheduler": plateau, "monitor": "val_loss"},
+                ReduceLROnPlateau(above, "val_loss", patience=0),
                 {"scheduler": StepLR(one, 1, 0.5), "interval": "epoch"},
                 {"scheduler": StepLR(two, 3, 0.5), "interval": "step"},
             ]

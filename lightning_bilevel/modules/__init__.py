@@ -7,4 +7,5 @@ from lightning_bilevel.modules.sine import SineProblem as SineProblem
 from lightning_bilevel.modules.weights import ClassWeights as ClassWeights
 from lightning_bilevel.modules.weights import SampleWeights as SampleWeights
 from lightning_bilevel.modules.weights import SourceWeights as SourceWeights
+from lightning_bilevel.modules.weights import TableRMS as TableRMS
 from lightning_bilevel.modules.weights import WeightNet as WeightNet

@@ -8,4 +8,3 @@ from lightning_bilevel.stochastic.penalties import MEHA as MEHA
 from lightning_bilevel.stochastic.penalties import VPBGD as VPBGD
 from lightning_bilevel.stochastic.penalties import StreamingIVSP as StreamingIVSP
 from lightning_bilevel.stochastic.step import Method as Method
-from lightning_bilevel.stochastic.table_rms import TableRMS as TableRMS

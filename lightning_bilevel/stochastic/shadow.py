@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-__all__ = ["Shadow", "copy_optimizer", "exchanged", "follow"]
+__all__ = ["Shadow", "exchanged"]
 
 
 @contextmanager
@@ -36,16 +37,26 @@ def _exchange(own: Sequence[Tensor], other: Sequence[Tensor]) -> None:
 class Shadow:
     """The variable z: a copy of the trainable lower-level parameters, and of their buffers.
 
+    Args:
+        module: The module.
+        parameters: Its lower-level parameters, y.
+
     Attributes:
-        parameters: The parameters of the module, y.
-        buffers: The buffers that its layers may write to, such as running statistics.
+        parameters: These.
+        buffers: The buffers that evaluations of the lower level may write to: the running
+            statistics of all layers, and every buffer of a layer that has such a parameter.
         z: The second copy of the parameters. Its gradients are those of z.
         z_buffers: The buffers that evaluations at z write to.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> None:
-        self.parameters = list(parameters)
-        self.buffers = list(buffers)
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        self.parameters, own = parameters, set(parameters)
+        self.buffers = [
+            buffer
+            for layer in module.modules()
+            if isinstance(layer, _NormBase) or not own.isdisjoint(layer.parameters(recurse=False))
+            for buffer in layer.buffers(recurse=False)
+        ]
         self.z = [nn.Parameter(p.detach().clone()) for p in self.parameters]
         self.z_buffers = [b.clone() for b in self.buffers]
 
@@ -68,38 +79,26 @@ class Shadow:
             if y.grad is not None:
                 y.grad.add_(pull.mul_(gap))
 
-
-def copy_optimizer(optimizer: Optimizer, copies: dict[nn.Parameter, nn.Parameter]) -> Optimizer:
-    """Return an optimiser like another one, with an empty state, over copies of its parameters.
-
-    Args:
-        optimizer: The optimiser; only its parameters among the keys of ``copies`` are taken.
-        copies: The copy of each parameter.
-    """
-    own = vars(optimizer)
-    if any(isinstance(value, Optimizer) for value in own.values()):
-        raise ValueError(
-            f"`{type(optimizer).__name__}` wraps another optimiser, which cannot be copied for z: "
-            "give the inner one."
+    def copy_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return an optimiser of z like one of y, with an empty state."""
+        own = vars(optimizer)
+        if any(isinstance(value, Optimizer) for value in own.values()):
+            raise ValueError(
+                f"`{type(optimizer).__name__}` wraps another optimiser, which cannot be copied for "
+                "z: give the inner one."
+            )
+        copies = dict(zip(self.parameters, self.z, strict=True))
+        made = copy.copy(optimizer)
+        # `copy` keeps the constructor's three entries only; a scheduler wraps `step` of the
+        # instance.
+        vars(made).update(
+            (name, OrderedDict() if name.endswith("_hooks") else value)
+            for name, value in own.items()
+            if name != "step"
         )
-    made = copy.copy(optimizer)
-    # `copy` keeps the constructor's three entries only; a scheduler wraps `step` of the instance.
-    vars(made).update(
-        (name, OrderedDict() if name.endswith("_hooks") else value)
-        for name, value in own.items()
-        if name != "step"
-    )
-    made.state = defaultdict(dict)
-    made.param_groups = [
-        {**group, "params": [copies[p] for p in group["params"] if p in copies]}
-        for group in optimizer.param_groups
-    ]
-    return made
-
-
-def follow(copied: Optimizer, optimizer: Optimizer, *, decays: bool = True) -> None:
-    """Take over rates, momenta and weight decay, which a scheduler may have changed."""
-    for mine, group in zip(copied.param_groups, optimizer.param_groups, strict=True):
-        mine.update({name: value for name, value in group.items() if name != "params"})
-        if not decays and "weight_decay" in mine:
-            mine["weight_decay"] = 0.0
+        made.state = defaultdict(dict)
+        made.param_groups = [
+            {**group, "params": [copies[p] for p in group["params"] if p in copies]}
+            for group in optimizer.param_groups
+        ]
+        return made

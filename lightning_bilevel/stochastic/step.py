@@ -13,12 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet, Free
-from lightning_bilevel.stochastic.shadow import Shadow, follow
+from lightning_bilevel.stochastic.shadow import Shadow
 
 __all__ = ["Method", "Numbers", "Options", "Step", "times", "wide"]
 
@@ -115,13 +114,13 @@ class Step:
         sets: The sets of x and y.
         upper_optimizers: Those of x, as Lightning wraps them.
         lower_optimizers: Those of y, likewise; none if y is solved on each batch.
-        shadow_optimizers: Those of z: a copy of each of y's.
         k: How many steps were made.
         batches: How many batches belong to the next step so far.
         skipped: How many steps were left out, in all and in a row.
         tracked: What a method tracks.
         seconds: The time in steps.
         weights: What a method decides at the first batch of a step.
+        shadow_optimizers: Those of z: a copy of each of y's.
     """
 
     module: Any
@@ -132,7 +131,6 @@ class Step:
     sets: tuple[ConvexSet, ConvexSet]
     upper_optimizers: list[Any]
     lower_optimizers: list[Any]
-    shadow_optimizers: list[Optimizer]
     k: int = 0
     batches: int = 0
     skipped: tuple[int, int] = (0, 0)
@@ -141,6 +139,8 @@ class Step:
     weights: Any = None
 
     def __post_init__(self) -> None:
+        copied = self.shadow.copy_optimizer
+        self.shadow_optimizers = [copied(wrapped.optimizer) for wrapped in self.lower_optimizers]
         # That of DDP.
         self._shares_buckets = getattr(self.module.trainer.model, "gradient_as_bucket_view", False)
         self.method.start(self)
@@ -222,14 +222,9 @@ class Step:
     ) -> None:
         """Add multiples of tensors, which are given away, to the gradients of parameters."""
         for parameter, term in zip(parameters, terms, strict=True):
-            if term is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = term if _is_one(factor) else term.mul_(factor)
-            elif isinstance(factor, Tensor):
-                parameter.grad.add_(term.mul_(factor))
-            else:
-                parameter.grad.add_(term, alpha=factor)
+            if term is not None:
+                own, scaled = parameter.grad, term if _is_one(factor) else term.mul_(factor)
+                parameter.grad = scaled if own is None else own.add_(scaled)
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a number over the processes."""
@@ -285,7 +280,11 @@ class Step:
             if bound is not None:
                 nn.utils.clip_grad_norm_(variable, bound)
         for copied, wrapped in zip(self.shadow_optimizers, self.lower_optimizers, strict=True):
-            follow(copied, wrapped.optimizer, decays=self.method.decays_shadow)
+            # A scheduler may have changed rates, momenta and weight decay.
+            for mine, group in zip(copied.param_groups, wrapped.param_groups, strict=True):
+                mine.update({name: value for name, value in group.items() if name != "params"})
+                if "weight_decay" in mine and not self.method.decays_shadow:
+                    mine["weight_decay"] = 0.0
             copied.step()
         # Lightning counts the steps of its wrapper: one of them is one step of the run.
         counted, *others = [*self.lower_optimizers, *self.upper_optimizers]

@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import TensorDataset
 
 from lightning_bilevel import F2SA as ExactF2SA
-from lightning_bilevel import IVSP, DatasetCleaning, Envelope, HyperCleaning
+from lightning_bilevel import IVSP, DatasetCleaning, Envelope, HyperCleaning, TableRMS
 from lightning_bilevel.__main__ import main
 from lightning_bilevel.cli.compare import compare
 from lightning_bilevel.modules.networks import MLP
-from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP
 
 METHOD: dict[str, Any] = {"method": F2SA(), "lower_optimizer": partial(AdamW, lr=1e-2)}
 ON_MINI_BATCHES = ["digits_mini_batches", "fashion_mnist_mini_batches", "mnist_mini_batches"]

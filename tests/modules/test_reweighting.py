@@ -28,11 +28,12 @@ from lightning_bilevel import (
     Reweighting,
     SampleWeights,
     SourceWeights,
+    TableRMS,
     WeightNet,
 )
 from lightning_bilevel.modules.networks import MLP
 from lightning_bilevel.modules.reweighting import detection
-from lightning_bilevel.stochastic import F2SA, StreamingIVSP, TableRMS
+from lightning_bilevel.stochastic import F2SA, StreamingIVSP
 
 
 def blobs(count: int, seed: int) -> tuple[Tensor, Tensor]:

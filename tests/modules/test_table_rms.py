@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bilevel.stochastic import TableRMS
+from lightning_bilevel import TableRMS
 
 
 def table_by_hand(steps: list[dict[int, float]], lr: float) -> np.ndarray[Any, Any]:
