@@ -34,8 +34,6 @@ from lightning_bilevel.cli import catalogue, compare
 from lightning_bilevel.cli.app import BilevelCLI
 from lightning_bilevel.version import __version__
 
-__all__ = ["main"]
-
 # Raised by a user's module too, and then shown with their traceback.
 _ANYBODYS = (ValueError, TypeError, RuntimeError)
 # Code in these folders raises its errors on purpose, for the user.

@@ -18,8 +18,6 @@ from lightning_bilevel.core.problem import Start
 from lightning_bilevel.output import write_whole
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["KEY", "Record", "WholeFileIO", "check_record", "leave_out_partials"]
-
 # The key of the bilevel run in a checkpoint of Lightning.
 KEY = "lightning_bilevel"
 

@@ -18,8 +18,6 @@ from lightning_bilevel.core.lower import Function, nothing
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["any_of", "check_parts", "check_same_point", "part_of", "parts_of", "total"]
-
 # A batch, and its weights in f and g.
 Parts = tuple[dict[str, Any], float, float]
 

@@ -18,8 +18,6 @@ from lightning_bilevel.core.lower import Function, Part, weighted
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
 
-__all__ = ["BatchProblem", "ModuleFunctions", "problem_of"]
-
 # The places of a tensor: the dictionary of a layer and the name in it, for each layer that has it.
 Places = list[tuple[dict[str, Tensor | None], str]]
 

@@ -18,16 +18,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = [
-    "Declaration",
-    "Declared",
-    "Level",
-    "Sets",
-    "check_all_declared",
-    "check_batch",
-    "kinks_of",
-]
-
 Declared = nn.Module | nn.Parameter | Sequence[nn.Module | nn.Parameter]
 Sets = ConvexSet | Sequence[ConvexSet]
 

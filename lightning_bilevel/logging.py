@@ -15,8 +15,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["is_logged", "log_figure", "log_text", "publish", "publish_step", "run_folder"]
-
 
 def is_logged(trainer: Any, iteration: int) -> bool:
     """Return whether the record of an iteration goes to the loggers."""

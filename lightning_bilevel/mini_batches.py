@@ -27,8 +27,6 @@ from lightning_bilevel.stochastic.shadow import Shadow
 from lightning_bilevel.stochastic.step import Step, wide
 from lightning_bilevel.whole_data import Data, gathered, kept, problem_on
 
-__all__ = ["MiniBatches", "default_optimizers"]
-
 # So many of the first batches are kept for monitors.
 SAMPLE = 8
 # The passes of a step on a batch, as reports count them.

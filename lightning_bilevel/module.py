@@ -30,8 +30,6 @@ from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.stochastic.step import Method, Options
 
-__all__ = ["BilevelMixin", "BilevelModule"]
-
 
 class BilevelMixin(LightningModule):
     r"""Makes a LightningModule a bilevel problem that ``Trainer.fit`` solves.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["table", "write_whole"]
-
 # As wide as the sentences below a certificate, but for names that leave no room.
 _WIDTH = 110
 _LEAST = 40

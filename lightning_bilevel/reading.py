@@ -10,8 +10,6 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
-__all__ = ["Tally", "advice", "reading"]
-
 # A penalty that was strengthened in the last fifth of a run may be strengthened again.
 _SETTLED = 0.8
 # One line search in twenty at its cap is no accident.

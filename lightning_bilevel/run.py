@@ -26,8 +26,6 @@ from lightning_bilevel.logging import is_logged, publish_step
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo, StreamInfo
 
-__all__ = ["RESTORED", "Run", "check_automatic", "check_trainer"]
-
 Point = tuple[Tensor, Tensor]
 # The name of a point that `restore` has written into the module.
 RESTORED = "an earlier point of the run, which was restored"

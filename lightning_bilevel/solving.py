@@ -18,8 +18,6 @@ from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["Proved", "Solution", "solve"]
-
 # What the certificates of `solve(epsilon=...)` may add to the optimisation time.
 _SHARE = 0.1
 

@@ -1,5 +1,3 @@
 """The version, which the package, the wheel, the documentation and ``--version`` read here."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.2.0"

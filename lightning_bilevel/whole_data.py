@@ -15,8 +15,6 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.distributed import total
 from lightning_bilevel.exact import ModuleFunctions, problem_of
 
-__all__ = ["Data", "gathered", "kept", "problem_on"]
-
 LEVELS = ("upper", "lower")
 # Data are gathered up to so many bytes of a level: they stay in memory together.
 _MEMORY = 2**30

@@ -26,8 +26,6 @@ from lightning_bilevel.output import table, write_whole
 from lightning_bilevel.reading import Tally, advice, reading
 from lightning_bilevel.solvers.base import BilevelOptimizer
 
-__all__ = ["CertificateMonitor", "CertificateReport", "as_text", "usual_tolerance"]
-
 
 def usual_tolerance(trainer: Trainer) -> float:
     """Return the accuracy of a proximal point: the paper's 1e-3, or 1e-6 in float64.

@@ -20,8 +20,6 @@ from lightning_bilevel.checkpoint import WholeFileIO
 from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.distributed import any_of
 
-__all__ = ["LastCheckpoint", "OptimizationBudget", "seconds", "write_whole_files"]
-
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 

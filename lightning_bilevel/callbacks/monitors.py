@@ -14,8 +14,6 @@ from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import PenaltyInfo, StepInfo
 
-__all__ = ["Counting", "Monitor", "PenaltyMonitor", "SolverMonitor", "solver_of"]
-
 # The fields of the record that describe an update of the penalty.
 _EVENT = ("iteration", "gamma", "gamma_next", "residual", "threshold", "step", "step_bound")
 # How many updates the logged text shows; `events` has them all.

@@ -29,8 +29,6 @@ from lightning_bilevel.reading import Tally
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.whole_data import gathered
 
-__all__ = ["WITHOUT_STEPS", "BilevelCLI", "BilevelTrainer"]
-
 # A Trainer that restores a run of any number of epochs, and writes nothing.
 WITHOUT_STEPS: dict[str, Any] = {"max_steps": 0, "max_epochs": -1, "num_sanity_val_steps": 0}
 WITHOUT_STEPS |= dict.fromkeys(("fast_dev_run", "logger", "enable_checkpointing"), False)

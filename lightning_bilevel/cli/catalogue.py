@@ -8,8 +8,6 @@ from pathlib import Path
 
 from lightning_bilevel.output import table
 
-__all__ = ["folder", "main", "ready", "tasks", "with_ready_configs"]
-
 _HERE = Path(__file__).parents[1]
 _FOOT = """\
 Each task is followed by its methods: `lightning-bilevel fit --config synthetic/ivsp` solves it.

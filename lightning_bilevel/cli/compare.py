@@ -26,8 +26,6 @@ from lightning_bilevel.cli.catalogue import ready
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.output import write_whole
 
-__all__ = ["MethodResult", "compare", "main"]
-
 COUNTS = ("iteration", "optimization_time", "passes")
 # The interval of the checkpoints from which an interrupted comparison resumes.
 SAVE_EVERY: str | float = "10s"

@@ -24,7 +24,6 @@ from lightning_bilevel.core.errors import BilevelError
 from lightning_bilevel.core.lower import Function, LowerLevel, LowerTerm, Part, nothing, weighted
 from lightning_bilevel.core.passes import (
     NAMES,
-    Calls,
     Gradients,
     Inputs,
     Passes,
@@ -36,10 +35,11 @@ from lightning_bilevel.core.passes import (
     leaf,
     or_zeros,
 )
+from lightning_bilevel.core.passes import (
+    Calls as Calls,
+)
 from lightning_bilevel.core.sets import ConvexSet, Free
 from lightning_bilevel.core.vectors import norm
-
-__all__ = ["BilevelProblem", "Calls", "Start", "Upper"]
 
 # Two evaluations at the same point may differ by this many roundings.
 _ROUNDINGS = 30.0

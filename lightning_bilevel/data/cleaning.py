@@ -23,8 +23,6 @@ from lightning_bilevel.data.samples import (
     read_dataset,
 )
 
-__all__ = ["CleaningData", "DatasetCleaning", "DigitsCleaning", "Splits", "corrupt_labels"]
-
 LabelNoise = Literal["uniform", "pair"]
 
 

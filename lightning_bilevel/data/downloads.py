@@ -18,9 +18,6 @@ from lightning_bilevel.data.cleaning import CleaningData, Splits
 from lightning_bilevel.data.episodes import EpisodeData
 from lightning_bilevel.data.samples import Samples, draw
 
-__all__ = ["FashionMNISTCleaning", "MNISTCleaning", "OmniglotEpisodes"]
-
-
 # The environment variable that names the folder of the data sets.
 _DATA_VARIABLE = "LIGHTNING_BILEVEL_DATA"
 

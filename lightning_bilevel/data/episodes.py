@@ -14,8 +14,6 @@ from torch import Tensor
 from lightning_bilevel.data.fullbatch import FullBatchDataModule, Parts
 from lightning_bilevel.data.samples import check_positive, parts
 
-__all__ = ["EpisodeData", "Episodes", "TaskEpisodes", "draw_episode"]
-
 SPLITS = ("train", "validation", "test")
 
 

@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_bilevel.core.chunks import Chunks, as_chunks, map_tensors, samples_in, tensors
 from lightning_bilevel.data.samples import check_positive
 
-__all__ = ["FullBatchDataModule", "Growing", "NestedSample", "stratified_permutation"]
-
 # The first sample, if none is given: this share of the data, and not fewer samples than that.
 _SHARE, _LEAST = 32, 256
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightning_bilevel.data.episodes import EpisodeData
 
-__all__ = ["GlyphEpisodes", "draw_glyphs"]
-
 # The radius of the pen, and the width over which its ink fades, as fractions of the image.
 _PEN = 0.035
 _FADE = 0.015

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-__all__ = ["Numbered", "draw"]
-
 if TYPE_CHECKING:
     AnyDataset = Dataset[Any]
 else:

@@ -23,8 +23,6 @@ from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import F2SA, Penalty, Weights
 from lightning_bilevel.stochastic.step import Numbers, Step
 
-__all__ = ["FewShot"]
-
 # The largest weight of the encoder and of a head.
 _UPPER, _LOWER = 5.0, 20.0
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy, max_pool2d, pad
 
-__all__ = ["MLP", "Conv4", "EpisodeSets", "TaskHeads", "adapt", "mean_loss", "sigmoid_network"]
-
 
 class _Block(nn.Module):
     """3x3 convolution, ReLU, 2x2 max pooling, batch normalisation over each task alone."""

@@ -29,8 +29,6 @@ from lightning_bilevel.solvers.ivsp.solver import IVSP
 from lightning_bilevel.stochastic.penalties import StreamingIVSP
 from lightning_bilevel.stochastic.step import Method
 
-__all__ = ["HyperCleaning", "Reweighting", "detection", "missed_errors"]
-
 # The paper's bounds M and B_y: |x_i| <= M and |y_j| <= B_y.
 BOUND = 100.0
 

@@ -15,8 +15,6 @@ from lightning_bilevel.module import BilevelModule
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.ivsp.solver import IVSP
 
-__all__ = ["SineProblem"]
-
 
 class SineProblem(BilevelModule):
     r"""A toy problem with infinitely many lower-level solutions.

@@ -13,9 +13,6 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_bilevel.core.sets import Box, ConvexSet, Free
 
-__all__ = ["ClassWeights", "SampleWeights", "SourceWeights", "TableRMS", "WeightNet"]
-
-
 # How much of the running mean square a step keeps.
 _KEPT = 0.99
 # No entry moves by more than so many rates in a step.

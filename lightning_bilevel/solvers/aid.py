@@ -37,8 +37,6 @@ from lightning_bilevel.solvers.constants import (
 )
 from lightning_bilevel.solvers.record import AdjointInfo
 
-__all__ = ["AID", "SOBA", "AIDMethod", "SOBAMethod", "Ways", "products"]
-
 # How products with second derivatives are computed.
 Ways = Literal["autograd", "difference"]
 Product = Callable[[Tensor], Tensor]

@@ -32,8 +32,6 @@ from lightning_bilevel.solvers.levels import blocks, by_level, check_dtypes, fla
 from lightning_bilevel.solvers.record import Progress, StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
-__all__ = ["AheadState", "BilevelOptimizer", "Method", "SolverCallable", "State", "descend"]
-
 S = TypeVar("S", bound="State")
 Units = tuple[float, float]
 # After so many steps the values of the parameters are compared with x and y.

@@ -12,8 +12,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, desc
 from lightning_bilevel.solvers.constants import choice, positive, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["BOME", "BOMEMethod"]
-
 # The authors' guard against a vanishing gradient of q.
 _GUARD = 1e-8
 

@@ -11,17 +11,6 @@ from dataclasses import astuple, dataclass, field, fields
 from inspect import Parameter
 from typing import Any, get_type_hints
 
-__all__ = [
-    "Constants",
-    "Power",
-    "between",
-    "choice",
-    "nonnegative",
-    "positive",
-    "schedule",
-    "whole",
-]
-
 
 @dataclass(frozen=True)
 class Power:

@@ -15,8 +15,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import Power, choice, positive, schedule, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["F2BA", "F2SA", "F2BAMethod", "F2SAMethod"]
-
 # Two followers of a strongly convex g are a distance of about sigma apart. At this many times the
 # size of y, one of them is on its way to infinity.
 _FAR = 1e3

@@ -16,8 +16,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, Unit
 from lightning_bilevel.solvers.constants import positive
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["HJFBiO", "HJFBiOMethod"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HJFBiOState(State):

@@ -13,8 +13,6 @@ from lightning_bilevel.solvers.base import AheadState, BilevelOptimizer, Method,
 from lightning_bilevel.solvers.constants import Power, choice, nonnegative, schedule, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["DARTS", "ITD", "DARTSMethod", "ITDMethod"]
-
 # The length of the difference, as in the published code.
 _LENGTH = 0.01
 

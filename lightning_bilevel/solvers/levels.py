@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.vectors import norm
 
-__all__ = ["blocks", "by_level", "check_dtypes", "flat", "read"]
-
 Groups = list[dict[str, Any]]
 
 

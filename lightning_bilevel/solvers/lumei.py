@@ -19,8 +19,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State
 from lightning_bilevel.solvers.constants import positive, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["LuMei", "LuMeiMethod", "Saddle", "solve_saddle"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LuMeiState(State):

@@ -18,8 +18,6 @@ from lightning_bilevel.solvers.base import AheadState, BilevelOptimizer, Method,
 from lightning_bilevel.solvers.constants import Power, choice, positive, schedule
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["MEHA", "MEHAMethod", "PNGBiO", "PNGBiOMethod"]
-
 # Keeps a direction that is zero at zero; smaller than any other rounding in d/|d|.
 _GUARD = 1e-12
 

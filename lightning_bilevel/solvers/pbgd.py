@@ -13,8 +13,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, desc
 from lightning_bilevel.solvers.constants import Power, positive, schedule, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["VPBGD", "PBGDFree", "PBGDFreeMethod", "VPBGDMethod"]
-
 _FROZEN = (
     "f does not depend on x, so its gradient in x is 0. This method leaves out the penalty's "
     "gradient in x, and would never move x. Take a method that has it, such as F2BA or VPBGD, or "

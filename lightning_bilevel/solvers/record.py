@@ -12,8 +12,6 @@ from typing import ClassVar
 
 from lightning_bilevel.core.problem import Calls
 
-__all__ = ["AdjointInfo", "PenaltyInfo", "Progress", "StepInfo", "StreamInfo", "tag_of"]
-
 # Attributes of a record.
 Keys = tuple[str, ...]
 

@@ -13,8 +13,6 @@ from lightning_bilevel.solvers.base import AheadState, BilevelOptimizer, Method,
 from lightning_bilevel.solvers.constants import choice, nonnegative, positive, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-__all__ = ["SLM", "SLMMethod"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SLMState(AheadState):

@@ -36,8 +36,6 @@ from torch import Tensor
 
 from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["Theorem", "TheoremPoint", "begins_block"]
-
 
 @dataclass(frozen=True)
 class TheoremPoint:

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_bilevel.stochastic.shadow import exchanged
 from lightning_bilevel.stochastic.step import Method, Numbers, Step
 
-__all__ = ["DARTS", "SOBA"]
-
 # The length |e v| of the difference, as in the code of DARTS.
 _LENGTH = 0.01
 

@@ -21,8 +21,6 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.constants import Power
 from lightning_bilevel.stochastic.step import Method, Numbers, Step, times, wide
 
-__all__ = ["F2BA", "F2SA", "MEHA", "VPBGD", "Penalty", "StreamingIVSP", "Weights"]
-
 Schedule = float | Power
 
 

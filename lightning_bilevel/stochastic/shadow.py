@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-__all__ = ["Shadow", "exchanged"]
-
 
 @contextmanager
 def exchanged(own: Sequence[Tensor], other: Sequence[Tensor]) -> Iterator[None]:

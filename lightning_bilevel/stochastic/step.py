@@ -19,8 +19,6 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet, Free
 from lightning_bilevel.stochastic.shadow import Shadow
 
-__all__ = ["Method", "Numbers", "Options", "Step", "times", "wide"]
-
 # A run ends after so many batches in a row that are not finite.
 PATIENCE = 10
 

@@ -30,15 +30,6 @@ from lightning_bilevel.solvers.ivsp.rules import (
 )
 from lightning_bilevel.solvers.ivsp.state import State
 
-__all__ = [
-    "AdaptiveRules",
-    "corrected",
-    "follow",
-    "shortened",
-    "shortening",
-    "zhang_hager",
-]
-
 # An update of the penalty multiplies the inverse penalty by this.
 _RATIO = 0.5
 # An evaluation cannot be more accurate than this many times the rounding of g.

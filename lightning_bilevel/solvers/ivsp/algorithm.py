@@ -22,8 +22,6 @@ from lightning_bilevel.solvers.ivsp.rules import PaperRules, prox_error
 from lightning_bilevel.solvers.ivsp.state import State
 from lightning_bilevel.solvers.record import PenaltyInfo
 
-__all__ = ["IVSPMethod"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IVSPMethod(IVSPConstants, Method[State]):

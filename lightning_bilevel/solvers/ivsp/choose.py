@@ -48,8 +48,6 @@ from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.ivsp.constants import PAPER, Known
 
-__all__ = ["choose"]
-
 
 def choose(
     problem: BilevelProblem, x: Tensor, y: Tensor, given: Known, units: tuple[float, float]

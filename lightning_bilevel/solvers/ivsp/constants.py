@@ -19,8 +19,6 @@ from lightning_bilevel.solvers.constants import (
 )
 from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, SmoothingName, Softplus
 
-__all__ = ["PAPER", "PER_TASK", "IVSPConstants", "Known", "explain", "safe_L"]
-
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
 PER_TASK = ("rho", "sigma", "mu0", "block", "gamma0", "zeta_bar", "L_init", "L_xy", "L_yy")

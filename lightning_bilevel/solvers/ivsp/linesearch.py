@@ -19,8 +19,6 @@ from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.point import LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.rules import Rules
 
-__all__ = ["Search", "Secant", "Trial", "allowance", "barzilai_borwein", "secant"]
-
 
 @dataclass(frozen=True)
 class Trial:

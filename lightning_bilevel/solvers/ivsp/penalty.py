@@ -6,15 +6,6 @@ import math
 import sys
 from typing import Literal, Protocol
 
-__all__ = [
-    "Huber",
-    "Smoothing",
-    "SmoothingName",
-    "Softplus",
-    "inverse_penalty",
-    "matching_factor",
-]
-
 SmoothingName = Literal["huber", "softplus"]
 
 

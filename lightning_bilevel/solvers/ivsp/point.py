@@ -19,8 +19,6 @@ from lightning_bilevel.core.vectors import squared_distance
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.penalty import Smoothing
 
-__all__ = ["Evaluator", "LowerBound", "Merit", "Point", "rounding"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxed:

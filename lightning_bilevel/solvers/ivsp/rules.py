@@ -24,8 +24,6 @@ from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
 from lightning_bilevel.solvers.ivsp.point import Evaluator, LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.state import State
 
-__all__ = ["PATIENCE", "Exceeds", "PaperRules", "Refined", "Rules", "must_update", "prox_error"]
-
 # Trials of one line search whose inner loop may fail before the search gives up.
 PATIENCE = 5
 

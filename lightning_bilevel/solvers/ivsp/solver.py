@@ -16,8 +16,6 @@ from lightning_bilevel.solvers.ivsp.state import State
 from lightning_bilevel.solvers.levels import read
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
-__all__ = ["IVSP"]
-
 
 class IVSP(BilevelOptimizer):
     r"""Inexact variable-smoothing penalty method.

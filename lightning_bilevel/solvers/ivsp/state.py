@@ -12,8 +12,6 @@ from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.point import Point
 from lightning_bilevel.solvers.theorem import Theorem
 
-__all__ = ["State"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class State(base.State):
