@@ -357,7 +357,7 @@ class BilevelOptimizer(Optimizer):
         return {**super().__getstate__(), "state": self._plain()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, of a pickle or of ``load_state_dict``; it has no parameters."""
+        """Take over a state, from a pickle or through ``load_state_dict``, which ends here."""
         super().__setstate__({**state, "state": defaultdict(dict)})
         saved, like = state["state"], self.param_groups[0]["params"][0]
         self.method = self.method_type(**saved["constants"])

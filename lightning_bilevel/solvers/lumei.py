@@ -80,8 +80,7 @@ class LuMeiMethod(Method[LuMeiState]):
         if residual > accuracy:
             # Python shows the same warning once.
             warnings.warn(
-                f"LuMei ended outer iterations at the cap `max_inner={self.max_inner}`.",
-                stacklevel=5,
+                f"LuMei ended outer iterations at `max_inner={self.max_inner}`.", stacklevel=5
             )
         info = StepInfo(**values, inner_iterations=first + steps, multiplier=rho)
         return s.after(x, y, z=z, z_first=z_first), info

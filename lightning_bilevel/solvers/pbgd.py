@@ -13,11 +13,6 @@ from lightning_bilevel.solvers.base import BilevelOptimizer, Method, State, desc
 from lightning_bilevel.solvers.constants import Power, positive, schedule, whole
 from lightning_bilevel.solvers.record import StepInfo
 
-_FROZEN = (
-    "f does not depend on x, so its gradient in x is 0. This method leaves out the penalty's "
-    "gradient in x, and would never move x. Take a method that has it, such as F2BA or VPBGD, or "
-    "add a term in x to f."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +111,10 @@ class PBGDFreeMethod(Method[State]):
             y = problem.lower_set.project(y - s.rate_y(self.alpha) * (f_y / self.gamma + g_y))
         d_x = problem.upper_x(s.x, y)
         if not problem.upper_has_x:
-            raise BilevelError(_FROZEN)
+            raise BilevelError(
+                "f does not depend on x, so PBGDFree would never move x. Take a method with the "
+                "penalty's gradient in x, such as F2BA or VPBGD, or add a term in x to f."
+            )
         x = problem.upper_set.project(s.x - s.rate_x(self.eta) * d_x)
         info = StepInfo(upper=upper, lower=lower, inner_iterations=self.K)
         return s.after(x, y), info

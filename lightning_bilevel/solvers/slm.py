@@ -44,10 +44,7 @@ class SLMMethod(Method[SLMState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dual == "damped" and self.tau > 1:
-            raise ValueError(
-                f"`SLM(tau={self.tau!r}, dual='damped')` must be at most 1: it is the damping of "
-                "the multiplier."
-            )
+            raise ValueError(f"`SLM(tau={self.tau!r}, dual='damped')` must be at most 1.")
 
     def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> SLMState:
         return SLMState(x=x, y=y, units=units, multiplier=float(self.lambda0))
@@ -70,14 +67,9 @@ class SLMMethod(Method[SLMState]):
         lower = there.value(y)
         slack = lower - there.value(z) - self.delta
         info = StepInfo(upper=f.value, lower=lower, inner_iterations=self.T, multiplier=weight)
-        new = s.after(
-            x,
-            y,
-            here=there,
-            multiplier=max(0.0, (1 - damping) * weight + dual_step * slack),
-            z=None if self.restart else inner.end,
-        )
-        return new, info
+        multiplier = max(0.0, (1 - damping) * weight + dual_step * slack)
+        kept = None if self.restart else inner.end
+        return s.after(x, y, here=there, multiplier=multiplier, z=kept), info
 
 
 class SLM(BilevelOptimizer):

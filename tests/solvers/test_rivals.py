@@ -722,7 +722,7 @@ PUBLISHED = {"meha": MEHA, "pngbio": PNGBiO, "slm": SLM, "f2sa": F2SA, "vpbgd": 
         (
             SLM,
             {"dual": "damped", "tau": 2.0},
-            r"`SLM\(tau=2.0, dual='damped'\)` must be at most 1: it is the damping",
+            r"`SLM\(tau=2.0, dual='damped'\)` must be at most 1",
         ),
         (F2SA, {"lambda0": 0.0}, r"`F2SA\(lambda0=0.0\)` must be positive and finite."),
         (F2SA, {"xi": True}, r"`F2SA\(xi=True\)` must be positive and finite."),
