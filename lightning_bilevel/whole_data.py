@@ -51,7 +51,8 @@ def gathered(trainer: Any, batches: int, loaders: Any = None) -> Data:
         loaders: Its training loaders, which a Trainer that has evaluated since does not know.
     """
     loaders = trainer.train_dataloader if loaders is None else loaders
-    batches = min(batches, trainer.num_training_batches)
+    if trainer.limit_train_batches != 1.0:
+        batches = min(batches, trainer.num_training_batches)
     # Either one loader for each level, or one that yields both.
     apart = isinstance(loaders, Mapping) and set(LEVELS) <= set(loaders)
     parts: dict[str, list[Any]] = {level: [] for level in LEVELS}
