@@ -14,7 +14,6 @@ from lightning_bilevel.solvers.constants import Power, positive, schedule, whole
 from lightning_bilevel.solvers.record import StepInfo
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class VPBGDState(State):
     """The state of V-PBGD.
