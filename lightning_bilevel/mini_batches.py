@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_bilevel.core.passes import Calls
 from lightning_bilevel.core.problem import BilevelProblem
-from lightning_bilevel.levels import Declaration, check_all_declared, check_batch
+from lightning_bilevel.declaration import Declaration, check_all_declared, check_batch
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import Progress, StreamInfo
 from lightning_bilevel.stochastic.penalties import F2SA

@@ -21,11 +21,11 @@ from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
 from lightning_bilevel.core.vectors import norm
-from lightning_bilevel.levels import Declaration, Declared, Level, Sets, check_all_declared
+from lightning_bilevel.declaration import Declaration, Declared, Level, Sets, check_all_declared
 from lightning_bilevel.mini_batches import MiniBatches, default_optimizers
 from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer
 from lightning_bilevel.solvers.base import SolverCallable
-from lightning_bilevel.solvers.levels import blocks, flat
+from lightning_bilevel.solvers.parameters import blocks, flat
 from lightning_bilevel.solvers.record import StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 from lightning_bilevel.stochastic.step import Method, Options

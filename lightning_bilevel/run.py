@@ -19,9 +19,9 @@ from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
 from lightning_bilevel.core.vectors import norm
+from lightning_bilevel.declaration import check_batch
 from lightning_bilevel.distributed import check_parts, check_same_point, parts_of, total
-from lightning_bilevel.exact import BatchProblem, ModuleFunctions, problem_of
-from lightning_bilevel.levels import check_batch
+from lightning_bilevel.functional import BatchProblem, ModuleFunctions, problem_of
 from lightning_bilevel.logging import is_logged, publish_step
 from lightning_bilevel.solvers.base import BilevelOptimizer
 from lightning_bilevel.solvers.record import StepInfo, StreamInfo

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_bilevel.core.chunks import Chunks, as_chunks, samples_in, tensors
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.distributed import total
-from lightning_bilevel.exact import ModuleFunctions, problem_of
+from lightning_bilevel.functional import ModuleFunctions, problem_of
 
 LEVELS = ("upper", "lower")
 # Data are gathered up to so many bytes of a level: they stay in memory together.

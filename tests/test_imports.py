@@ -14,7 +14,7 @@ FLOORS: list[set[str]] = [
     {"stochastic"},
     {"reading"},
     {"solving"},
-    {"checkpoint", "checks", "distributed", "exact", "levels", "logging", "run"},
+    {"checkpoint", "checks", "distributed", "functional", "declaration", "logging", "run"},
     {"mini_batches", "whole_data"},
     {"module"},
     {"callbacks", "data", "modules"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_bilevel import BilevelModule, Box, Envelope, Free, StrictlyConvex
-from lightning_bilevel.levels import Declared, kinks_of
+from lightning_bilevel.declaration import Declared, kinks_of
 from lightning_bilevel.modules.networks import Conv4
 
 

@@ -2,8 +2,9 @@ r"""The lower level g(x, .), split into parts that depend on x alone or on y alo
 
 .. math:: g(x, y) = \sum_{\text{chunks}} \text{loss}(\text{features}(x), \text{outputs}(y))
 
-:class:`LowerLevel` is a handle of x: features(x) is computed once. :class:`LowerPoint` is a handle
-of y: outputs(y) is computed once, for any x. Who meets a point again holds its handle.
+:class:`LowerLevel` is a handle of x, :class:`LowerPoint` one of y. To evaluate at the same x or y
+again, keep its handle: features(x) or outputs(y) are then computed once. A plain tensor keeps
+nothing.
 """
 
 from __future__ import annotations

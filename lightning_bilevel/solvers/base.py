@@ -28,13 +28,13 @@ from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.constants import Constants, Power
-from lightning_bilevel.solvers.levels import blocks, by_level, check_dtypes, flat, read
+from lightning_bilevel.solvers.parameters import blocks, by_level, check_dtypes, flat, read
 from lightning_bilevel.solvers.record import Progress, StepInfo
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
 S = TypeVar("S", bound="State")
 Units = tuple[float, float]
-# After so many steps the values of the parameters are compared with x and y.
+# Every so many steps the values of the parameters are compared with x and y.
 _COMPARED = 100
 
 
@@ -62,11 +62,11 @@ class State:
         return Metric(self.x.numel(), *self.units)
 
     def rate_x(self, rate: float) -> float:
-        """Return a step length of x in its unit as one of x itself."""
+        """Return the step length of x itself: the rate times unit^2."""
         return rate * self.units[0] ** 2
 
     def rate_y(self, rate: float) -> float:
-        """Return a step length of y in its unit as one of y itself."""
+        """Return the step length of y itself: the rate times unit^2."""
         return rate * self.units[1] ** 2
 
     def after(self: S, x: Tensor, y: Tensor, **more: Any) -> S:
@@ -168,7 +168,7 @@ class Method(Constants, ABC, Generic[S]):
         """Do one outer iteration; :meth:`BilevelOptimizer.step` completes the record."""
 
     def check(self, problem: BilevelProblem, s: S) -> None:
-        """Raise the cause of a failed inner loop or line search, if it is f or g."""
+        """Raise a clearer error if f or g gives other values at the same point."""
 
     def on_new_data(self, s: S) -> S:
         """Return the state for other data: f and g change, the point stays."""

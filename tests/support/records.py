@@ -50,4 +50,4 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if is_dataclass(a) and type(a) is type(b):
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return bool(a == b)
+    return bool(a == b) or (a != a and b != b)  # nan is nan

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from lightning_bilevel.core.moreau import gradient_error
 from lightning_bilevel.solvers.ivsp.linesearch import Secant
-from lightning_bilevel.solvers.ivsp.penalty import matching_factor
+from lightning_bilevel.solvers.ivsp.penalty import matching_factor, must_update
 from lightning_bilevel.solvers.ivsp.point import LowerBound, Point, rounding
 from lightning_bilevel.solvers.ivsp.rules import (
     PATIENCE,
     Exceeds,
     Refined,
     Rules,
-    must_update,
     prox_error,
 )
 from lightning_bilevel.solvers.ivsp.state import State
@@ -96,7 +95,7 @@ class AdaptiveRules(Rules):
         """Return the rounding error: each value is exact up to some roundings of its terms."""
         return _FLOOR * rounding(here, there, self.merit.gamma)
 
-    def allowed_at(self, L: float) -> float:
+    def L_in_allowance(self, L: float) -> float:
         r"""Return the curvature by which the allowance is computed: at least L_init.
 
         The allowance :math:`\mu E^2/(2\vartheta)` grows as L falls. In float32 the error E cannot
@@ -106,7 +105,7 @@ class AdaptiveRules(Rules):
         """
         return max(L, self.constants.L_init)
 
-    def retry(self, L: float, seen: Callable[[], float]) -> float:
+    def next_L(self, L: float, seen: Callable[[], float]) -> float:
         r"""Return the curvature after L was rejected: the one that the trial saw.
 
         .. math::
@@ -135,7 +134,7 @@ class AdaptiveRules(Rules):
         iterations of a run only; from then on the grid falls by halves, as the theorem wants it.
         """
         merit, gamma = self.merit, self.merit.gamma
-        if must_update(self, there, step):
+        if must_update(there, step, merit, self.constants.c2):
             return max(_RATIO * gamma, sys.float_info.min)
         factor = matching_factor(merit.phi.slope(there.worst, merit.mu))
         if factor == 1.0 or self.state.gamma_changes >= _MATCHES:

@@ -61,7 +61,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
         C = Product([problem.upper_set, problem.lower_set], [s.x.numel(), s.y.numel()])
         evaluate = Evaluator(problem, c, metric.split, metric.y, s.halvings)
 
-        # Line 2: smoothing mu_k, inverse penalty gamma_k, accuracy zeta_{k+1}.
+        # Line 3: gamma_k, and what the gradient of the smoothed penalty is made of.
         merit = Merit(s.gamma, c.mu(k), c.phi)
         rules = (AdaptiveRules if c.rules == "own" else PaperRules)(s, evaluate, merit, C)
         refined = rules.refine(here)
@@ -69,18 +69,18 @@ class IVSPMethod(IVSPConstants, Method[State]):
         zeta = evaluate.accuracy(min(c.zeta(k + 1), refined.zeta))
         error = prox_error(rules, here.zeta, refined.B_R)
 
-        # Lines 3 to 8: w^{k+1} by backtracking on L from L_{k,0}.
+        # Line 4: w^{k+1} by backtracking on L from L_{k,0} (Strategy II), or with a fixed L (I).
         search = Search(rules, here, error, zeta)
         accepted, L, trials = search.backtrack(s.L_start)
         there, step = accepted.point, accepted.step
         assert there is not None
         s = _warned(s, search, accepted, trials)
 
-        # Line 9: the penalty grows if a violation persists although the step is small.
+        # Line 5: t_{k+1}; the penalty grows if a violation persists although the step is small.
         gamma = rules.next_penalty(there, step, L)
         updated = gamma < merit.gamma
 
-        # Line 10: safeguarded Barzilai-Borwein start of the next search.
+        # Implementation details: the safeguarded Barzilai-Borwein start L_{k+1,0}.
         then = Merit(gamma, c.mu(k + 1), c.phi)
         L_start, change = s.L_start, None
         if c.fixed_L is None:

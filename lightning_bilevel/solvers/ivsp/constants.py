@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +16,14 @@ from lightning_bilevel.solvers.constants import (
     positive,
     whole,
 )
-from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, SmoothingName, Softplus
+from lightning_bilevel.solvers.ivsp.smoothing import (
+    Huber,
+    Smoothing,
+    SmoothingName,
+    Softplus,
+    prox_accuracy,
+    smoothing_parameter,
+)
 
 # The constants that the paper sets per task. If all of them are given, IVSP is the paper's
 # algorithm.
@@ -125,12 +131,12 @@ class IVSPConstants(Constants):
         return Softplus() if self.smoothing == "softplus" else Huber()
 
     def mu(self, k: int) -> float:
-        r"""Return :math:`\mu_k = \mu_0 (1 + \lfloor k/B \rfloor)^{-r}`, never rounded to 0."""
-        return max(float(self.mu0 * (1 + k // self.block) ** -self.r), sys.float_info.min)
+        """Return the smoothing of iteration k."""
+        return smoothing_parameter(k, self.mu0, self.block, self.r)
 
     def zeta(self, k: int) -> float:
-        r"""Return :math:`\zeta_k = \bar\zeta \mu_k^q`, the scheduled accuracy."""
-        return float(self.zeta_bar * self.mu(k) ** self.q)
+        """Return the scheduled accuracy of iteration k."""
+        return prox_accuracy(self.mu(k), self.zeta_bar, self.q)
 
     def more_curved(self, factor: float, estimated: Iterable[str]) -> dict[str, float]:
         """Return the estimated constants that change if the curvature is ``factor`` times L_yy."""

@@ -1,4 +1,4 @@
-r"""The backtracking search of Algorithm 1 (lines 3 to 8), its start (line 10) and its tests."""
+r"""The backtracking search of Algorithm 1 (line 4), its tests, and its start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trial:
         bound: What the merit had to be at most.
         step: :math:`\|w_L - w\|`.
         point: None if it was rejected or could not be evaluated.
-        retry: The curvature of the next trial if this one is rejected.
+        next_L: The curvature of the next trial if this one is rejected.
     """
 
     accepted: bool
@@ -38,7 +38,7 @@ class Trial:
     bound: float
     step: float
     point: Point | None
-    retry: float
+    next_L: float
 
     def __str__(self) -> str:
         return (
@@ -95,7 +95,7 @@ class Search:
             result = self.trial(L)
             if result.accepted:
                 return result, L, count
-            last, L = L, result.retry
+            last, L = L, result.next_L
         self.check_evaluated(most)
         raise LineSearchError(
             f"the line search made {most} trials, up to L = {last:.3g}, and accepted none: {result}"
@@ -121,16 +121,16 @@ class Search:
             there = self.rules.trial(here, w, self.zeta, lambda low: self._exceeds(low, L, d))
         except (NonFiniteError, InnerLoopError) as error:
             self._note(error)
-            return Trial(False, value, self.start, d, None, self.rules.retry(L, seen))
+            return Trial(False, value, self.start, d, None, self.rules.next_L(L, seen))
         bound = self._bound(there, L, d)
         if isinstance(there, LowerBound):
             value = merit.value(there)
-            return Trial(False, value, bound, d, None, self.rules.retry(L, seen))
+            return Trial(False, value, bound, d, None, self.rules.next_L(L, seen))
         value = merit.value(there, self.zeta)
         accepted = self.rules.constants.fixed_L is not None or value <= bound
         if not accepted:
             # The next trial needs the memory of this point.
-            return Trial(False, value, bound, d, None, self.rules.retry(L, seen))
+            return Trial(False, value, bound, d, None, self.rules.next_L(L, seen))
         return Trial(True, value, bound, d, there, L)
 
     def check_evaluated(self, trials: int) -> None:
@@ -153,7 +153,7 @@ class Search:
         """Return what the merit of a trial must be at most."""
         c = self.rules.constants
         mu = self.merit.mu
-        tau = allowance(d, self.rules.allowed_at(L), mu, self.error, c)
+        tau = allowance(d, self.rules.L_in_allowance(L), mu, self.error, c)
         tau = tau + self.here.zeta + self.zeta
         slack = self.rules.slack(self.here, there)
         return self.start + self.rules.state.excess - c.c1 / (2 * mu) * d**2 + tau + slack

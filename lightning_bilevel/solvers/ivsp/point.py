@@ -17,7 +17,7 @@ from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import squared_distance
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
-from lightning_bilevel.solvers.ivsp.penalty import Smoothing
+from lightning_bilevel.solvers.ivsp.smoothing import Smoothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_bilevel.core.moreau import gradient_error
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
-from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty
+from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty, must_update
 from lightning_bilevel.solvers.ivsp.point import Evaluator, LowerBound, Merit, Point, rounding
 from lightning_bilevel.solvers.ivsp.state import State
 
@@ -83,11 +83,11 @@ class Rules(ABC):
         """Return the rounding error that the Armijo test allows for."""
 
     @abstractmethod
-    def allowed_at(self, L: float) -> float:
+    def L_in_allowance(self, L: float) -> float:
         """Return the curvature by which the allowance of a trial with L is computed."""
 
     @abstractmethod
-    def retry(self, L: float, seen: Callable[[], float]) -> float:
+    def next_L(self, L: float, seen: Callable[[], float]) -> float:
         """Return the curvature after L was rejected.
 
         Args:
@@ -130,31 +130,20 @@ class PaperRules(Rules):
             return 1e-12
         return 1e-12 + rounding(here, there, self.merit.gamma)
 
-    def allowed_at(self, L: float) -> float:
+    def L_in_allowance(self, L: float) -> float:
         return L
 
-    def retry(self, L: float, seen: Callable[[], float]) -> float:
+    def next_L(self, L: float, seen: Callable[[], float]) -> float:
         return 2 * L
 
     def next_penalty(self, there: Point, step: float, L: float) -> float:
         r"""Return the next :math:`\gamma_0 (t + 1)^{-1/2}` if the test asks for it."""
-        if must_update(self, there, step):
+        if must_update(there, step, self.merit, self.constants.c2):
             return inverse_penalty(self.state.t + 1, self.constants.gamma0)
         return self.merit.gamma
 
     def starts_long(self, trials: int) -> bool:
         return self.constants.bb == "long"
-
-
-def must_update(now: Rules, there: Point, step: float) -> bool:
-    r"""Tell whether a violation beyond the smoothing scale persists although the step is small.
-
-    .. math::
-        \tilde R^{k+1} > 2 a_\phi \mu_k \quad\text{and}\quad
-        \|w^{k+1} - w^k\| \le c_2 \mu_k \gamma_k
-    """
-    mu, gamma, phi = now.merit.mu, now.merit.gamma, now.merit.phi
-    return there.worst > 2 * phi.a * mu and step <= now.constants.c2 * mu * gamma
 
 
 def prox_error(now: Rules, zeta: float, B_R: float) -> float:

@@ -13,7 +13,7 @@ from lightning_bilevel.solvers.ivsp.algorithm import IVSPMethod
 from lightning_bilevel.solvers.ivsp.choose import choose
 from lightning_bilevel.solvers.ivsp.constants import explain, safe_L
 from lightning_bilevel.solvers.ivsp.state import State
-from lightning_bilevel.solvers.levels import read
+from lightning_bilevel.solvers.parameters import read
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
 

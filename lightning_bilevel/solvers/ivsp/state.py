@@ -22,7 +22,7 @@ class State(base.State):
         estimated: The names of those that were estimated.
         own_unit: The factor by which the unit of x was multiplied, a power of two.
         gamma: :math:`\gamma_k`, the inverse penalty of the next iteration.
-        t: :math:`t_k`, how often the penalty was strengthened.
+        t: :math:`t_k`, how often gamma fell.
         multiplier: The multiplier at (x, y).
         L_start: :math:`L_{k,0}`, where the next line search starts.
         halvings: How often the step of the inner loop was halved.
@@ -31,8 +31,8 @@ class State(base.State):
         f: f(x, y), which tells with the residual whether the data are still the same.
         residual: :math:`\tilde R(x, y)`.
         theorem: The point of the convergence theorem.
-        excess: How far the reference of the line search is above the merit.
-        weight: The weight of that reference.
+        excess: :math:`C_k` minus the merit (``zhang_hager``); 0 with the paper's rules.
+        weight: :math:`Q_k` of that average.
         B_R: The largest norm of the gradient of R so far.
         gamma_changes: How often gamma was changed, upwards too.
         stiffness: The mean logarithmic ratio of the curvatures since the last look at the unit.

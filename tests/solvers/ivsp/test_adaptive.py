@@ -23,9 +23,10 @@ from lightning_bilevel.solvers.ivsp import adaptive
 from lightning_bilevel.solvers.ivsp.adaptive import AdaptiveRules, shortened, zhang_hager
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.linesearch import Secant
-from lightning_bilevel.solvers.ivsp.penalty import Huber, Softplus, matching_factor
+from lightning_bilevel.solvers.ivsp.penalty import matching_factor
 from lightning_bilevel.solvers.ivsp.point import Merit, Point
 from lightning_bilevel.solvers.ivsp.rules import PaperRules
+from lightning_bilevel.solvers.ivsp.smoothing import Huber, Softplus
 from lightning_bilevel.solvers.ivsp.state import State
 from lightning_bilevel.solvers.record import PenaltyInfo
 
@@ -68,7 +69,7 @@ class TestEarlyRejection:
     ) -> None:
         # Doubling makes both see the same curvatures: what a trial saw is a bound if it ended
         # early. The first steps are far too long, so that trials are rejected.
-        monkeypatch.setattr(AdaptiveRules, "retry", PaperRules.retry)
+        monkeypatch.setattr(AdaptiveRules, "next_L", PaperRules.next_L)
         early, points = run(seed, 25, L_init=1e-7)
         trial = AdaptiveRules.trial
         monkeypatch.setattr(
@@ -113,7 +114,7 @@ class TestRetry:
     def test_is_the_curvature_that_was_seen_within_bounds(
         self, seen: float, expected: float
     ) -> None:
-        assert rules_at(0.5).retry(3.0, lambda: seen) == expected
+        assert rules_at(0.5).next_L(3.0, lambda: seen) == expected
 
     def test_a_search_on_a_quadratic_needs_two_trials_however_long_its_start(self) -> None:
         problem = BilevelProblem(

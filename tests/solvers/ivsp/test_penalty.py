@@ -7,9 +7,9 @@ import pytest
 import reference
 
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
-from lightning_bilevel.solvers.ivsp.penalty import Huber, Smoothing, Softplus, inverse_penalty
+from lightning_bilevel.solvers.ivsp.penalty import inverse_penalty, must_update
 from lightning_bilevel.solvers.ivsp.point import Merit
-from lightning_bilevel.solvers.ivsp.rules import must_update
+from lightning_bilevel.solvers.ivsp.smoothing import Huber, Smoothing, Softplus
 
 smoothings = pytest.mark.parametrize("phi", [Huber(), Softplus()], ids=["huber", "softplus"])
 widths = pytest.mark.parametrize("mu", [1e-6, 1e-2, 1.0, 50.0])
@@ -120,6 +120,5 @@ def test_inverse_penalty() -> None:
 )
 def test_penalty_update(mu: float, residual: float, step: float, expected: bool) -> None:
     # 2 a mu = 2 * 1/8 * 1 = 0.25 and c2 mu gamma = 0.6 * 1 * 0.5 = 0.3
-    now: Any = SimpleNamespace(merit=Merit(0.5, mu, Huber()), constants=IVSPConstants(c2=0.6))
     there: Any = SimpleNamespace(worst=residual)
-    assert must_update(now, there, step) is expected
+    assert must_update(there, step, Merit(0.5, mu, Huber()), 0.6) is expected

@@ -12,7 +12,7 @@ from helpers import PLAIN, PROBLEMS, gap_at, groups, make_ivsp
 from lightning_bilevel import IVSP, Envelope
 from lightning_bilevel.core.moreau import gap_lipschitz
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants, safe_L
-from lightning_bilevel.solvers.ivsp.penalty import Huber
+from lightning_bilevel.solvers.ivsp.smoothing import Huber
 
 by_name = {problem.name: problem for problem in PROBLEMS}
 
