@@ -8,6 +8,7 @@ what else the process holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -183,8 +184,10 @@ def vectors(n: int, keep_proved: bool = True) -> float:
         for _ in range(9):
             made[0].step(problem=problem)
         if keep_proved:
-            now, before = made[0].memory["proved"]
-            made[0].memory["proved"] = {**now, "omega": 0.0}, before
+            # Both blocks hold a point, and the next step is not better.
+            run = made[0].run
+            best = replace(run.theorem.now, omega=0.0)
+            made[0].run = replace(run, theorem=replace(run.theorem, now=best))
         made[0].step(problem=problem)
 
     return peak_bytes(lambda: made[0].step(problem=problem), first_iterations) / (8 * (n + 1))

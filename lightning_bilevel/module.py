@@ -20,10 +20,9 @@ from lightning_bilevel.core.certificate import Certificate
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.qualification import Qualification
-from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.declaration import Declaration, Declared, Level, Sets, check_all_declared
 from lightning_bilevel.mini_batches import MiniBatches, default_optimizers
-from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer
+from lightning_bilevel.run import RESTORED, Run, check_automatic, check_trainer, size_of
 from lightning_bilevel.solvers.base import SolverCallable
 from lightning_bilevel.solvers.parameters import blocks, flat
 from lightning_bilevel.solvers.record import StepInfo
@@ -381,7 +380,7 @@ class BilevelMixin(LightningModule):
         """Refuse an epoch without a step, and show the last numbers to whoever monitors."""
         if self.mini_batches is None:
             self._run.epoch_end(self)
-        self._run.stamp = norm(torch.cat(self.point))
+        self._run.stamp = size_of(self._declared().parameters)
         super().on_train_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from lightning_bilevel.core.curvature import reachable_envelope
 from lightning_bilevel.core.errors import BilevelError, NonFiniteError
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem, Start
-from lightning_bilevel.core.vectors import norm
 from lightning_bilevel.declaration import check_batch
 from lightning_bilevel.distributed import check_parts, check_same_point, parts_of, total
 from lightning_bilevel.functional import BatchProblem, ModuleFunctions, problem_of
@@ -201,7 +201,9 @@ class Run:
             multiplier = float(step.multiplier) if multiplier is None else multiplier
         iteration = self.solver.progress.iterations if step is None else step.iteration
         name = self.shown or (f"the last iterate, iteration {iteration}" if iteration else "")
-        written = self.stamp is not None and not math.isclose(self.stamp, norm(torch.cat(point)))
+        written = self.stamp is not None and not math.isclose(
+            self.stamp, size_of(module._declared().parameters)
+        )
         if written and not self.shown:
             name = f"weights that were written after iteration {iteration}, such as an average"
         return point, multiplier, name
@@ -322,3 +324,8 @@ def check_optimizer(module: LightningModule, optimizer: Any) -> None:
             "a torch optimiser per level; then an own `configure_callbacks` must add to "
             "`super().configure_callbacks()`."
         )
+
+
+def size_of(parameters: Iterable[Tensor]) -> float:
+    """Return the norm of all parameters together, without a copy of them."""
+    return float(torch.stack([p.detach().norm() for p in parameters]).norm())

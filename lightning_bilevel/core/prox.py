@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_bilevel.core.errors import InnerLoopError, NonFiniteError
-from lightning_bilevel.core.lower import LowerLevel
+from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import dot, norm, squared_distance
@@ -37,7 +37,7 @@ _MAX_UNDEFINED = 3
 def inexact_prox(
     lower: LowerLevel,
     y: Tensor,
-    z: Tensor,
+    z: At,
     zeta: float,
     envelope: Envelope,
     lower_set: ConvexSet,
@@ -82,7 +82,7 @@ def inexact_prox(
     Args:
         lower: g(x, .).
         y: The centre of the proximal term.
-        z: The start.
+        z: The start; a handle is released after its gradient.
         zeta: The accuracy.
         envelope: rho, sigma and delta.
         lower_set: Y.
@@ -98,7 +98,8 @@ def inexact_prox(
     """
     eta = 0.5**halvings / (L_yy + 1 / envelope.rho)
     tolerance = math.sqrt(2 * envelope.modulus * zeta)
-    start = before = z
+    at = z
+    start = before = z = vector(z)
     residual = math.inf
     watch = _Watch(y, envelope.rho)
     last: tuple[Tensor, Tensor] | None = None  # the last point and the gradient of psi there
@@ -106,8 +107,10 @@ def inexact_prox(
     while done < max_inner and halvings <= _MAX_HALVINGS:
         done += 1
         try:
-            slope = lower.gradient(z) if first is None else first
+            slope = lower.gradient(at) if first is None else first
             first = None
+            if isinstance(at, LowerPoint):
+                at.release()
         except NonFiniteError:
             undefined += 1
             if z is start or undefined > _MAX_UNDEFINED:
@@ -145,6 +148,7 @@ def inexact_prox(
             z = before = start
             last = None
             watch = _Watch(y, envelope.rho)
+        at = z
     raise InnerLoopError(
         f"the inner loop made {done} iterations and its residual is {residual:.3g}, above "
         f"{tolerance:.3g} (accuracy zeta={zeta:.3g}, step {eta:.3g}, halved {halvings} times). If "

@@ -194,7 +194,7 @@ def test_a_comparison_has_its_own_callbacks(tmp_path: Path, small: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "Recorder", Seen)
         (result,) = compare([small / "ivsp.yaml"], 0.05, tmp_path / "out", evaluations=1)
-    assert seen == [["OptimizationBudget", "Seen", "MiniBatches", "LastCheckpoint"]]
+    assert seen == [["OptimizationBudget", "Seen", "LastCheckpoint"]]
     assert result.rows[-1]["optimization_time"] >= 0.05
 
 

@@ -32,7 +32,6 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (SOLVER + "smoothing", "round", 2, 'Parser key "smoothing"'),
     (MODEL + "solver.class_path", "IVPS", 2, "IVPS"),
     (MODEL + "solver.class_path", "torch.optim.SGD", 2, "'torch.optim.SGD' to be a subclass"),
-    (MODEL + "n", 0, 1, "`SineProblem(n=0)` must be at least 1"),
     (MODEL + "n", "many", 2, 'Parser key "n"'),
     ("model.class_path", "SinProblem", 2, "SinProblem"),
     ("model.class_path", "torch.nn.Linear", 2, "not correspond to a subclass of LightningModule"),

@@ -206,7 +206,7 @@ def test_methods_on_mini_batches_are_compared(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-bilevel"])
     results = compare([CONFIGS / "digits_mini_batches"], 0.3, tmp_path / "out", evaluations=1)
-    assert [result.solver for result in results] == ["F2SA", "StreamingIVSP"]
+    assert [result.name for result in results] == ["f2sa", "streaming_ivsp"]
     for result in results:
         assert result.rows[0]["iteration"] == 0
         assert result.rows[0]["auroc"] == 0.5

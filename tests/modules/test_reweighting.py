@@ -291,7 +291,7 @@ def test_with_a_solver_it_is_exact(tmp_path: Path) -> None:
     assert module.mini_batches is None
     with pytest.raises(ValueError, match="give one of the two"):
         Reweighting(network(), SampleWeights(3), solver=BOME, method=F2SA())
-    with pytest.raises(ValueError, match="are for mini-batches: name a method or an optimiser"):
+    with pytest.raises(ValueError, match="arguments of a run on mini-batches: give one of the two"):
         Reweighting(network(), SampleWeights(3), solver=BOME, accumulate=2)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import Product
-from lightning_bilevel.solvers.base import Method
+from lightning_bilevel.solvers.base import Method, Units
 from lightning_bilevel.solvers.ivsp.adaptive import AdaptiveRules, corrected, follow, shortened
 from lightning_bilevel.solvers.ivsp.choose import choose
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants, safe_L
@@ -27,7 +27,6 @@ from lightning_bilevel.solvers.record import PenaltyInfo
 class IVSPMethod(IVSPConstants, Method[State]):
     """The constants of IVSP and its iteration."""
 
-    state_type: ClassVar[type[State]] = State
     penalised: ClassVar[bool] = True
 
     def lr_at(self, k: int) -> float:
@@ -36,9 +35,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
     def in_use(self, s: State | None) -> IVSPConstants:
         return self if s is None else s.constants
 
-    def start(
-        self, problem: BilevelProblem, x: Tensor, y: Tensor, units: tuple[float, float]
-    ) -> State:
+    def start(self, problem: BilevelProblem, x: Tensor, y: Tensor, units: Units) -> State:
         """Estimate the missing constants."""
         given = IVSPConstants(**self.plain())  # what a checkpoint makes again
         c, unit = choose(problem, x, y, given, units)

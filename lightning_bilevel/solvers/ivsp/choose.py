@@ -46,12 +46,12 @@ from lightning_bilevel.core.moreau import evaluate_gap
 from lightning_bilevel.core.problem import BilevelProblem, Upper
 from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import Metric, norm
-from lightning_bilevel.solvers.ivsp.constants import PAPER, Known
+from lightning_bilevel.solvers.ivsp.constants import PAPER, IVSPConstants
 
 
 def choose(
-    problem: BilevelProblem, x: Tensor, y: Tensor, given: Known, units: tuple[float, float]
-) -> tuple[Known, float]:
+    problem: BilevelProblem, x: Tensor, y: Tensor, given: IVSPConstants, units: tuple[float, float]
+) -> tuple[IVSPConstants, float]:
     """Return all constants for a run from (x, y), and the factor of the unit of x."""
     c = replace(given, rules=given.rules or ("own" if given.missing else "paper"))
     if c.L_init is None:
@@ -88,7 +88,7 @@ def choose(
     return _filled(c, c2=1e-4 * slope / c.L_init if slope > 0.0 else 1.0), unit
 
 
-def _filled(c: Known, **values: Any) -> Known:
+def _filled(c: IVSPConstants, **values: Any) -> IVSPConstants:
     """Return the constants with these values for those that are None."""
     return replace(c, **{name: v for name, v in values.items() if getattr(c, name) is None})
 
@@ -103,8 +103,8 @@ class _Start:
 
 
 def _choose_below(
-    problem: BilevelProblem, x: Tensor, y: Tensor, c: Known, units: tuple[float, float]
-) -> tuple[Known, _Start]:
+    problem: BilevelProblem, x: Tensor, y: Tensor, c: IVSPConstants, units: tuple[float, float]
+) -> tuple[IVSPConstants, _Start]:
     """Choose L_yy, rho, sigma and L_xy."""
     s_x, s_y = units
     given = c

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.solvers.constants import (
@@ -147,9 +147,6 @@ class IVSPConstants(Constants):
         if "sigma" in estimated:
             changed["sigma"] = min(L_yy, 0.5 / changed.get("rho", self.rho))
         return changed
-
-
-Known = TypeVar("Known", bound=IVSPConstants)
 
 
 def explain(c: IVSPConstants, estimated: Iterable[str], unit: float) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
+from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint
 from lightning_bilevel.core.moreau import Envelope, evaluate_gap
 from lightning_bilevel.core.passes import Residuals
 from lightning_bilevel.core.problem import BilevelProblem, Upper
@@ -188,11 +188,7 @@ class Evaluator:
     def at(self, w: Tensor, z: At, zeta: float, max_inner: int | None = None) -> Point:
         """Evaluate f and, up to zeta, R at w, from the warm start z."""
         lower, at_y = self._handles(w)
-        first = None
-        if isinstance(z, LowerPoint) and not self.problem.single_level:
-            first = lower.gradient(z)
-            z.release()
-        found = self._prox(lower, w, vector(z), zeta, max_inner, first)
+        found = self._prox(lower, w, z, zeta, max_inner)
         return self._measured(lower, at_y, w, zeta, *found)
 
     def evaluate_or_reject(
@@ -263,7 +259,7 @@ class Evaluator:
         self,
         lower: LowerLevel,
         w: Tensor,
-        z: Tensor,
+        z: At,
         zeta: float,
         max_inner: int | None = None,
         first: Tensor | None = None,
