@@ -69,8 +69,8 @@ class StepInfo:
         return self._known(self.LOGGED)
 
     def shown(self) -> dict[str, float]:
-        """Return the numbers that an ordinary progress bar shows, by tag."""
-        return self._known(self.SHOWN)
+        """Return the numbers that a progress bar shows, by their short names."""
+        return {tag.removeprefix("bilevel/"): v for tag, v in self._known(self.SHOWN).items()}
 
     def _known(self, attributes: Keys) -> dict[str, float]:
         """Return the numbers by tag; those that the step does not know are left out."""
