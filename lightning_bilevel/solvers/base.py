@@ -22,7 +22,7 @@ from lightning_bilevel.core.errors import (
     LineSearchError,
     NonFiniteError,
 )
-from lightning_bilevel.core.lower import At, LowerLevel, LowerPoint, vector
+from lightning_bilevel.core.lower import At, LowerLevel, vector
 from lightning_bilevel.core.moreau import Envelope
 from lightning_bilevel.core.problem import BilevelProblem
 from lightning_bilevel.core.sets import ConvexSet
@@ -93,16 +93,14 @@ class AheadState(State):
 
     Attributes:
         here: g(x, .); None at the start, after a load, and after a change from outside.
-        at_y: The handle of y, likewise, where g was evaluated at it.
     """
 
     here: LowerLevel | None = None
-    at_y: LowerPoint | None = None
 
-    UNSAVED: ClassVar[tuple[str, ...]] = (*State.UNSAVED, "here", "at_y")
+    UNSAVED: ClassVar[tuple[str, ...]] = (*State.UNSAVED, "here")
 
     def moved(self, x: Tensor, y: Tensor) -> AheadState:
-        return replace(self, x=x, y=y, here=None, at_y=None)
+        return replace(self, x=x, y=y, here=None)
 
 
 class Descent(NamedTuple):

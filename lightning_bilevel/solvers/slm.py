@@ -54,8 +54,7 @@ class SLMMethod(Method[SLMState]):
         if self.dual == "damped":
             # In this reading gamma and tau belong to the multiplier.
             inner_step, dual_step, damping = self.alpha, self.gamma, self.tau
-        weight, here = s.multiplier, s.here or problem.at(s.x)
-        at_y = s.at_y or LowerPoint(s.y)
+        weight, here, at_y = s.multiplier, s.here or problem.at(s.x), LowerPoint(s.y)
         start = at_y if s.z is None else s.z
         inner = descend(here, start, s.rate_y(inner_step), self.T, problem.lower_set)
         z = LowerPoint(inner.end)
@@ -64,13 +63,13 @@ class SLMMethod(Method[SLMState]):
         d_x, d_y = f.grad_x + weight * gap.grad_x, f.grad_y + weight * gap.grad_y
         x = problem.upper_set.project(s.x - s.rate_x(self.eta) * d_x)
         y = problem.lower_set.project(s.y - s.rate_y(self.alpha) * d_y)
-        there, at_y = problem.at(x), LowerPoint(y)
-        lower = there.value(at_y)
+        there = problem.at(x)
+        lower = there.value(y)
         slack = lower - there.value(z) - self.delta
         info = StepInfo(upper=f.value, lower=lower, inner_iterations=self.T, multiplier=weight)
         multiplier = max(0.0, (1 - damping) * weight + dual_step * slack)
         kept = None if self.restart else inner.end
-        return s.after(x, y, here=there, at_y=at_y, multiplier=multiplier, z=kept), info
+        return s.after(x, y, here=there, multiplier=multiplier, z=kept), info
 
 
 class SLM(BilevelOptimizer):
