@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast, get_args
 
 import torch
@@ -29,7 +29,7 @@ from lightning_bilevel.core.sets import ConvexSet
 from lightning_bilevel.core.vectors import Metric, norm
 from lightning_bilevel.solvers.constants import Constants, Power
 from lightning_bilevel.solvers.parameters import blocks, by_level, check_dtypes, flat, read
-from lightning_bilevel.solvers.record import Progress, StepInfo
+from lightning_bilevel.solvers.record import Progress, StepInfo, evolve
 from lightning_bilevel.solvers.theorem import TheoremPoint
 
 S = TypeVar("S", bound="State")
@@ -71,11 +71,11 @@ class State:
 
     def after(self: S, x: Tensor, y: Tensor, **more: Any) -> S:
         """Return the state after an iteration to (x, y)."""
-        return replace(self, x=x, y=y, k=self.k + 1, **more)
+        return evolve(self, x=x, y=y, k=self.k + 1, **more)
 
     def moved(self: S, x: Tensor, y: Tensor) -> S:
         """Return the state after the point, f or g was changed from outside."""
-        return replace(self, x=x, y=y)
+        return evolve(self, x=x, y=y)
 
     def plain(self) -> dict[str, Any]:
         """Return the state as plain data, for a checkpoint."""
@@ -100,7 +100,7 @@ class AheadState(State):
     UNSAVED: ClassVar[tuple[str, ...]] = (*State.UNSAVED, "here")
 
     def moved(self, x: Tensor, y: Tensor) -> AheadState:
-        return replace(self, x=x, y=y, here=None)
+        return evolve(self, x=x, y=y, here=None)
 
 
 class Descent(NamedTuple):
@@ -303,7 +303,7 @@ class BilevelOptimizer(Optimizer):
         # Processes agree on the time, so a time limit stops them in the same iteration.
         seconds = problem.mean_over_ranks(time.perf_counter() - began, new.x)
         self.progress = self.progress.after(info.inner_iterations, spent, problem.share, seconds)
-        return replace(
+        return evolve(
             info,
             iteration=self.progress.iterations,
             step=step,

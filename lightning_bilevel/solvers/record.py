@@ -8,15 +8,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_bilevel.core.problem import Calls
 
+T = TypeVar("T")
 # Attributes of a record.
 Keys = tuple[str, ...]
 
 # The attributes that are logged under another name than their own.
 _TAGS = {"residual": "moreau_gap", "mu": "smoothing", "gamma": "penalty"}
+
+
+def evolve(frozen: T, **fields: Any) -> T:
+    """Do what ``dataclasses.replace`` does, which takes a hundredth of a cheap iteration."""
+    made: T = object.__new__(type(frozen))
+    vars(made).update(vars(frozen), **fields)
+    return made
 
 
 @cache

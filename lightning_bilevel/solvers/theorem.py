@@ -29,12 +29,12 @@ are kept. Let :math:`b_j \le n < b_{j+1}`: the two are the best of the iteration
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_bilevel.solvers.record import PenaltyInfo
+from lightning_bilevel.solvers.record import PenaltyInfo, evolve
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Theorem:
         if not info.penalty_updated and info.omega < (math.inf if now is None else now.omega):
             bounds = info.feasibility_bound, info.complementarity_bound
             now = TheoremPoint(x, y, info.multiplier, k, k, info.omega, *bounds)
-        return replace(self, now=now, before=before)
+        return evolve(self, now=now, before=before)
 
     def restart(self, k: int) -> Theorem:
         """Count anew after iteration k: the run goes on with another problem or unit."""
@@ -116,7 +116,7 @@ class Theorem:
         if not points or self.was_changed(n):
             return None
         point = min(points, key=lambda point: point.omega)
-        return replace(point, x=point.x.clone(), y=point.y.clone(), iterations=n)
+        return evolve(point, x=point.x.clone(), y=point.y.clone(), iterations=n)
 
     def was_changed(self, n: int) -> bool:
         """Whether f, g or the point changed from outside in the second half of n iterations."""

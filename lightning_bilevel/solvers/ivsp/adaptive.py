@@ -28,6 +28,7 @@ from lightning_bilevel.solvers.ivsp.rules import (
     prox_error,
 )
 from lightning_bilevel.solvers.ivsp.state import State
+from lightning_bilevel.solvers.record import evolve
 
 # An update of the penalty multiplies the inverse penalty by this.
 _RATIO = 0.5
@@ -221,7 +222,7 @@ def follow(new: State, fall: float, change: Secant | None, refined: Refined, zet
     """
     excess, weight = zhang_hager(fall, new.weight)
     ratio = None if change is None else change.log2_curvature_ratio
-    return replace(
+    return evolve(
         new,
         excess=excess,
         weight=weight,
@@ -244,11 +245,11 @@ def shortened(s: State) -> State:
     if s.k % _EVERY or s.stiffness == 0.0:
         return s
     factor = shortening(s.stiffness)
-    s = replace(s, stiffness=0.0)
+    s = evolve(s, stiffness=0.0)
     if factor == 1.0 or s.shortened == _MOST:
         return s
     # The theorem counts from here, and the point is evaluated again.
-    return replace(
+    return evolve(
         s,
         units=(factor * s.units[0], s.units[1]),
         own_unit=factor * s.own_unit,
@@ -263,7 +264,7 @@ def corrected(s: State, factor: int) -> State:
     """Return the state with an L_yy that the inner loop found too small by a factor."""
     more: dict[str, Any] = s.constants.more_curved(factor, s.estimated)
     # R has another rho now, so the point is evaluated again.
-    return replace(s, constants=replace(s.constants, **more), halvings=0, point=None)
+    return evolve(s, constants=replace(s.constants, **more), halvings=0, point=None)
 
 
 def shortening(stiffness: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from lightning_bilevel.solvers.ivsp.linesearch import Search, Trial, barzilai_bo
 from lightning_bilevel.solvers.ivsp.point import Evaluator, Merit, Point
 from lightning_bilevel.solvers.ivsp.rules import PaperRules, prox_error
 from lightning_bilevel.solvers.ivsp.state import State
-from lightning_bilevel.solvers.record import PenaltyInfo
+from lightning_bilevel.solvers.record import PenaltyInfo, evolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
             change = secant(here, there, merit, then, metric)
             L_start = barzilai_borwein(change, then.mu, L_start, c, rules.starts_long(trials))
 
-        new = replace(
+        new = evolve(
             s,
             k=k + 1,
             t=s.t + updated,
@@ -120,7 +120,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
             capped=trials >= c.max_trials or c.L_max <= L,
         )
         if c.keep_proved and problem.share is None:
-            new = replace(new, theorem=new.theorem.keep(there.x, there.y, k + 1, info))
+            new = evolve(new, theorem=new.theorem.keep(there.x, there.y, k + 1, info))
         return new, info
 
     def check(self, problem: BilevelProblem, s: State) -> None:
@@ -132,7 +132,7 @@ class IVSPMethod(IVSPConstants, Method[State]):
 
     def on_new_data(self, s: State) -> State:
         """Keep smoothing, penalty, z and the start of the line search; the theorem counts anew."""
-        return replace(s, theorem=s.theorem.restart(s.k), excess=0.0, weight=1.0)
+        return evolve(s, theorem=s.theorem.restart(s.k), excess=0.0, weight=1.0)
 
 
 def _evaluated(problem: BilevelProblem, s: State) -> tuple[State, Point]:
@@ -148,10 +148,10 @@ def _evaluated(problem: BilevelProblem, s: State) -> tuple[State, Point]:
     else:
         point, same = evaluate.again(w, s.z, zeta, s.f, s.residual)
         if not same and point.differs(s.f, s.residual):
-            s = replace(s, theorem=replace(s.theorem, changed=s.k))
+            s = evolve(s, theorem=evolve(s.theorem, changed=s.k))
         if same and s.resumed:
             problem.calls = calls  # not counted: an uninterrupted run would not need these calls
-    return replace(_at(s, point), resumed=False), point
+    return evolve(_at(s, point), resumed=False), point
 
 
 def _at(s: State, point: Point) -> State:
@@ -183,7 +183,7 @@ def _warned(s: State, search: Search, found: Trial, trials: int) -> State:
             "make fixed_L larger, or leave it out for the line search.",
             stacklevel=6,
         )
-        s = replace(s, warned=s.warned | {"ascent"})
+        s = evolve(s, warned=s.warned | {"ascent"})
     if found.step > 0.0:
         return s
     search.check_evaluated(trials - 1)
@@ -203,4 +203,4 @@ def _warned(s: State, search: Search, found: Trial, trials: int) -> State:
         f"{eps * abs(search.start):.1g}: scale f and g down, use float64, or make mu0 larger.",
         stacklevel=6,
     )
-    return replace(s, warned=s.warned | {"stall"})
+    return evolve(s, warned=s.warned | {"stall"})

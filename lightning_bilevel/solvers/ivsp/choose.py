@@ -36,7 +36,7 @@ will be at the boundary of the relaxed constraint, where
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -58,23 +58,22 @@ def choose(
         c = replace(c, L_init=c.fixed_L)
     if c.rules == "paper":
         return _filled(c, **PAPER), 1.0
-    c, start = _choose_below(problem, x, y, c, units)
+    c, f, R_x, R_y = _choose_below(problem, x, y, c, units)
     # Half of the way, in powers of two, to the unit in which both gradients are equal. It only
     # makes steps of x longer: the line search brakes a level that moves too far, but nothing speeds
     # up a level that hardly moves.
     unit = 1.0
-    if start.R_x > 0.0:
-        unit = 2.0 ** round(0.5 * math.log2(max(start.R_y / start.R_x, 1.0)))
+    if R_x > 0.0:
+        unit = 2.0 ** round(0.5 * math.log2(max(R_y / R_x, 1.0)))
     metric = Metric(x.numel(), unit * units[0], units[1])
     L_f = upper_curvature(problem, x, y, metric)
-    f = start.f
     slope = math.hypot(metric.x * norm(f.grad_x), metric.y * norm(f.grad_y))
     further = [
         math.hypot(*(m * norm(v) for m, v in zip((metric.x, metric.y), levels, strict=True)))
         for gradient in problem.residuals(x, y).gradients
         for levels in [(gradient[: metric.split], gradient[metric.split :])]
     ]
-    pull = max((math.hypot(unit * start.R_x, start.R_y), *further))
+    pull = max((math.hypot(unit * R_x, R_y), *further))
     c = _filled(c, mu0=5 * c.delta, block=5)
     gamma0 = pull / slope if slope > 0.0 else c.L_yy / L_f if L_f > 0.0 else 1.0
     c = _filled(c, zeta_bar=c.delta / 10 / c.mu0**c.q, gamma0=gamma0 or 1.0)
@@ -93,19 +92,10 @@ def _filled(c: IVSPConstants, **values: Any) -> IVSPConstants:
     return replace(c, **{name: v for name, v in values.items() if getattr(c, name) is None})
 
 
-@dataclass(frozen=True)
-class _Start:
-    """f at the start, and the norms of the gradients of R in x and y, in the user's units."""
-
-    f: Upper
-    R_x: float
-    R_y: float
-
-
 def _choose_below(
     problem: BilevelProblem, x: Tensor, y: Tensor, c: IVSPConstants, units: tuple[float, float]
-) -> tuple[IVSPConstants, _Start]:
-    """Choose L_yy, rho, sigma and L_xy."""
+) -> tuple[IVSPConstants, Upper, float, float]:
+    """Choose L_yy, rho, sigma and L_xy; return f and the norms of the gradients of R in x and y."""
     s_x, s_y = units
     given = c
     lower = problem.at(x)
@@ -149,5 +139,5 @@ def _choose_below(
     R_x = max(s_x * norm(gap.grad_x), c.L_xy * boundary)
     R_y = max(s_y * norm(gap.grad_y), c.L_yy * boundary)
     if problem.single_level:
-        return replace(c, L_yy=0.0), _Start(f, 0.0, 0.0)
-    return c, _Start(f, R_x, R_y)
+        return replace(c, L_yy=0.0), f, 0.0, 0.0
+    return c, f, R_x, R_y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from lightning_bilevel.core.prox import inexact_prox
 from lightning_bilevel.core.vectors import squared_distance
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.smoothing import Smoothing
+from lightning_bilevel.solvers.record import evolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ class Evaluator:
         """Evaluate R again, more accurately."""
         point.at_z.release()
         found = self._prox(point.below, point.w, point.z, zeta)
-        return replace(point, **vars(self._relaxed(point.below, point.at_y, zeta, *found)))
+        return evolve(point, **vars(self._relaxed(point.below, point.at_y, zeta, *found)))
 
     def again(
         self, w: Tensor, z: Tensor, zeta: float, f: float, residual: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bilevel.solvers import base
 from lightning_bilevel.solvers.ivsp.constants import IVSPConstants
 from lightning_bilevel.solvers.ivsp.point import Point
+from lightning_bilevel.solvers.record import evolve
 from lightning_bilevel.solvers.theorem import Theorem
 
 
@@ -73,11 +74,11 @@ class State(base.State):
         return self.own_unit * self.constants.L_xy
 
     def moved(self, x: Tensor, y: Tensor) -> State:
-        return replace(self, x=x, y=y, point=None)
+        return evolve(self, x=x, y=y, point=None)
 
     def at(self, point: Point) -> State:
         """Return the state at an accepted point. Halvings of rejected trials do not apply to it."""
-        return replace(
+        return evolve(
             self,
             x=point.x,
             y=point.y,
