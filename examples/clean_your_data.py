@@ -31,6 +31,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 import lightning_bilevel as lb
 from lightning_bilevel import TableRMS
+from lightning_bilevel.modules.reweighting import missed_errors
 
 SIZE = (32, 32)  # of all images
 Data = tuple[Tensor, list[str], list[str], list[str]]  # inputs, labels, names, columns of a CSV
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in found:
         row = f"{name:22} test error {wrong[name].float().mean():.3f}"
         if corrupted is not None:
-            row += f", wrong labels missed {lb.missed_errors(-trust[name], corrupted):.3f}"
+            row += f", wrong labels missed {missed_errors(-trust[name], corrupted):.3f}"
         print(row)
     ours = wrong.pop("learned weights")
     best = min(wrong, key=lambda name: int(wrong[name].sum()))

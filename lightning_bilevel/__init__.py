@@ -46,7 +46,6 @@ from lightning_bilevel.data import OmniglotEpisodes as OmniglotEpisodes
 from lightning_bilevel.data import Splits as Splits
 from lightning_bilevel.data import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data import corrupt_labels as corrupt_labels
-from lightning_bilevel.data import draw_glyphs as draw_glyphs
 from lightning_bilevel.module import BilevelMixin as BilevelMixin
 from lightning_bilevel.module import BilevelModule as BilevelModule
 from lightning_bilevel.modules import ClassWeights as ClassWeights
@@ -58,7 +57,6 @@ from lightning_bilevel.modules import SineProblem as SineProblem
 from lightning_bilevel.modules import SourceWeights as SourceWeights
 from lightning_bilevel.modules import TableRMS as TableRMS
 from lightning_bilevel.modules import WeightNet as WeightNet
-from lightning_bilevel.modules.reweighting import missed_errors as missed_errors
 from lightning_bilevel.solvers import AID as AID
 from lightning_bilevel.solvers import BOME as BOME
 from lightning_bilevel.solvers import DARTS as DARTS

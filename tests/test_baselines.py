@@ -30,8 +30,9 @@ from benchmarks.baselines.cleaning import (
     trusted_alone,
 )
 from benchmarks.baselines.few_shot import few_shot_baselines
-from lightning_bilevel import CleaningData, Episodes, GlyphEpisodes, Splits, missed_errors
+from lightning_bilevel import CleaningData, Episodes, GlyphEpisodes, Splits
 from lightning_bilevel.modules.networks import MLP, Conv4, EpisodeSets, adapt
+from lightning_bilevel.modules.reweighting import missed_errors
 
 CORNERS = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
 

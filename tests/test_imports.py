@@ -98,8 +98,6 @@ PUBLIC = [
     "certify",
     "corrupt_labels",
     "cross_entropy_bound",
-    "draw_glyphs",
-    "missed_errors",
     "solve",
 ]
 

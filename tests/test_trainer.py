@@ -206,5 +206,5 @@ def test_progress_bar_shows_the_solver(tmp_path: Any) -> None:
     run.fit(module, datamodule=weighting_data())
     assert module.last_step is not None
     shown = bar.get_metrics(run, module)
-    assert shown["bilevel/upper"] == module.last_step.upper
-    assert {"bilevel/moreau_gap", "bilevel/penalty"} <= shown.keys()
+    assert shown["upper"] == module.last_step.upper
+    assert {"moreau_gap", "penalty"} <= shown.keys()

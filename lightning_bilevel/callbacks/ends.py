@@ -99,15 +99,19 @@ class LastCheckpoint(ModelCheckpoint):
         write_whole_files(trainer)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved_at, self._received = time.monotonic(), None
-        # The state of a loaded checkpoint need not be saved again.
-        self._last_global_step_saved = trainer.global_step
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning's handler of SIGTERM waits for the other processes. After the run Lightning puts
         # back the handlers from before it.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._receive)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_sanity_check_start(trainer, pl_module)  # there may have been none
+        self._saved_at, self._received = time.monotonic(), None
+        # The state of a loaded checkpoint need not be saved again.
+        self._last_global_step_saved = trainer.global_step
 
     @override
     def on_train_batch_end(

@@ -15,5 +15,4 @@ from lightning_bilevel.data.episodes import TaskEpisodes as TaskEpisodes
 from lightning_bilevel.data.fullbatch import FullBatchDataModule as FullBatchDataModule
 from lightning_bilevel.data.fullbatch import Growing as Growing
 from lightning_bilevel.data.glyphs import GlyphEpisodes as GlyphEpisodes
-from lightning_bilevel.data.glyphs import draw_glyphs as draw_glyphs
 from lightning_bilevel.data.samples import Numbered as Numbered

@@ -18,9 +18,9 @@ from lightning_bilevel import (
     Episodes,
     OmniglotEpisodes,
     TaskEpisodes,
-    draw_glyphs,
 )
 from lightning_bilevel.data.episodes import draw_episode
+from lightning_bilevel.data.glyphs import draw_glyphs
 
 
 class Numbered(EpisodeData):

@@ -7,8 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from lightning_bilevel import missed_errors
-from lightning_bilevel.modules.reweighting import detection
+from lightning_bilevel.modules.reweighting import detection, missed_errors
 
 WRONG = torch.tensor([True, True, True, False, False, False, False])
 

@@ -28,8 +28,8 @@ from lightning_bilevel import (
     OptimizationBudget,
     SolverMonitor,
     TaskEpisodes,
-    draw_glyphs,
 )
+from lightning_bilevel.data.glyphs import draw_glyphs
 from lightning_bilevel.stochastic import F2SA, MEHA, SOBA, VPBGD, StreamingIVSP
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
