@@ -4,9 +4,8 @@ Run: python examples/clean_your_data.py [TRAIN TRUSTED [TEST]] [--label COLUMN] 
 
 Each set is a folder with a folder of images for each class (cat/1.png, dog/2.png), or a CSV file
 with a column of labels, numbers, and perhaps a column of names; by default the digits of
-scikit-learn, 40 % of them with a wrong label. One weight for each training sample is learned on
-mini-batches, such that a network under the weights does well on the trusted samples. suspects.csv
-has all samples, lowest weight first. Beside the weights stand simple methods, which may be better.
+scikit-learn, 40 % of them with a wrong label. A weight for each training sample is learned on
+mini-batches. suspects.csv has all samples, lowest weight first. Simple methods stand beside.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 import lightning_bilevel as lb
+from lightning_bilevel.modules.reweighting import missed_errors as missed
 from lightning_bilevel import TableRMS
-from lightning_bilevel.modules.reweighting import missed_errors
 
 SIZE = (32, 32)  # of all images
 Data = tuple[Tensor, list[str], list[str], list[str]]  # inputs, labels, names, columns of a CSV
@@ -184,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in found:
         row = f"{name:22} test error {wrong[name].float().mean():.3f}"
         if corrupted is not None:
-            row += f", wrong labels missed {missed_errors(-trust[name], corrupted):.3f}"
+            row += f", wrong labels missed {missed(-trust[name], corrupted):.3f}"
         print(row)
     ours = wrong.pop("learned weights")
     best = min(wrong, key=lambda name: int(wrong[name].sum()))
