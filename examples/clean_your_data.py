@@ -29,8 +29,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 import lightning_bilevel as lb
-from lightning_bilevel.modules.reweighting import missed_errors as missed
 from lightning_bilevel import TableRMS
+from lightning_bilevel.modules.reweighting import missed_errors as missed
 
 SIZE = (32, 32)  # of all images
 Data = tuple[Tensor, list[str], list[str], list[str]]  # inputs, labels, names, columns of a CSV
