@@ -15,8 +15,8 @@ from lightning_bilevel import (
     Episodes,
     FewShot,
     TaskEpisodes,
-    draw_glyphs,
 )
+from lightning_bilevel.data.glyphs import draw_glyphs
 from lightning_bilevel.stochastic import F2SA
 
 # learn2learn is unmaintained and warns at its import.
